@@ -1,0 +1,5 @@
+"""`python -m perilune` is `perilune`."""
+
+from perilune.cli import app
+
+app()

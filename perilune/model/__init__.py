@@ -1,0 +1,1 @@
+"""The K3 model: one forward for training, prefill and decode."""

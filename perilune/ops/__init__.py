@@ -1,0 +1,1 @@
+"""Kernels and their references: a leaf, installable alone."""

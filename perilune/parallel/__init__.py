@@ -1,0 +1,1 @@
+"""Balanced expert exchange and context parallelism: a leaf usable in any MoE."""

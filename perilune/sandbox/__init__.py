@@ -1,0 +1,1 @@
+"""MicroVM sandboxes: a leaf without torch."""

@@ -1,0 +1,1 @@
+"""Optimiser, loop, checkpoints, report."""
