@@ -88,7 +88,7 @@ def count_rows(experts_SK: Tensor, experts: int) -> Tensor:
 
 
 def flows(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Sources matched to hosts, [R, E] each: rows that stay, spill before each source, places for spill up to each host."""
+    """Sources matched to hosts, [R, E] each: rows that stay, spill before each source, places up to each host."""
     stays = torch.minimum(plan.counts, plan.assigned)
     spill = plan.counts - stays
     places = plan.assigned - stays

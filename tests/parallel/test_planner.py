@@ -245,10 +245,6 @@ def test_negative_controls_of_addresses_fire(kind: str, law: str) -> None:
     assert list(route_violations(case, made, layout, routes, 4)) == []
     routes[1] = spoiled_route(routes[1], kind)
     assert law in list(route_violations(case, made, layout, routes, 4))
-    assert (
-        "a source that sends away rows it could keep" not in list(route_violations(case, made, layout, routes, 4))
-        or kind == "elsewhere"
-    )
 
 
 @pytest.mark.parametrize("shift, law", [(1, "ends not monotone multiples of align"), (4, "rows beyond the buffer")])
