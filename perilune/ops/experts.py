@@ -1,0 +1,206 @@
+"""Routed experts as grouped products: rows sorted by expert, no loop over experts (technical report §2.3, §5.2.2).
+
+    E_e(z) = down_e · act(gate_e z, up_e z);   out_t = Σ_i p_{t,i} E_{e(t,i)}(z_t)
+
+The routing weight multiplies the activation before the down product (the product is linear), so its gradient is
+⟨act, downᵀ·d out⟩, which the backward has anyway: the expert output is neither kept nor recomputed.
+Rows R = T·k; L width of the rows; I expert width; E experts. Weights in the released orientation:
+gate_up [E,2I,L] (gate first, then up), down [E,L,I].
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from perilune.ops.situ import situ_glu_backward, situ_glu_forward, situ_glu_reference, swiglu, swiglu_backward
+
+
+class Activation(NamedTuple):
+    """`situ` with its two betas, or `swiglu`."""
+
+    name: str = "situ"
+    beta: float | None = 4.0
+    linear_beta: float | None = 25.0
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.name == "swiglu":
+            return F.silu(gate.float()) * up if gate.dtype != torch.float64 else F.silu(gate) * up
+        return situ_glu_forward(gate, up, float(self.beta or 1.0), self.linear_beta)
+
+    def backward(self, gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+        if self.name == "swiglu":
+            return swiglu_backward(gate, up, dout)
+        return situ_glu_backward(gate, up, dout, float(self.beta or 1.0), self.linear_beta)
+
+
+class Order(NamedTuple):
+    """Rows sorted by expert. `source` [R]: the (token·k + slot) of each sorted row; `place` [T·k] its inverse;
+    `ends` [E] int32: cumulative row counts, as grouped products want them."""
+
+    source: Tensor
+    place: Tensor
+    ends: Tensor
+
+
+def order_rows(idx: Tensor, experts: int) -> Order:
+    """Sorts the choices idx [T,k] by expert, ties by token: one stable sort, no host sync."""
+    flat = idx.flatten()
+    source = torch.argsort(flat, stable=True)
+    place = torch.empty_like(source).scatter_(0, source, torch.arange(len(flat), device=idx.device))
+    ends = torch.zeros(experts, dtype=torch.int64, device=idx.device)
+    ends.scatter_add_(0, flat, torch.ones_like(flat))
+    return Order(source, place, ends.cumsum(0).to(torch.int32))
+
+
+def experts(
+    z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: Activation | None = None
+) -> Tensor:
+    """Σ_i weight[t,i] · E_{idx[t,i]}(z_t), summed in fp32.
+
+    z [T,L] in the dtype of the expert weights, idx [T,k] int64, weight [T,k] fp32 -> [T,L] in z's dtype.
+    """
+    _check(z, idx, weight, gate_up, down)
+    order = order_rows(idx, gate_up.shape[0])
+    rows = _Spread.apply(z, order.source, order.place, idx.shape[1])
+    row_weight = _Permute.apply(weight.flatten(), order.source, order.place)
+    y = grouped_mlp(rows, order.ends, row_weight, gate_up, down, activation)
+    return _Gather.apply(y, order.source, order.place, idx.shape[1])
+
+
+def experts_reference(
+    z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: Activation | None = None
+) -> Tensor:
+    """The equation, one expert after another, by autograd."""
+    act = activation or Activation()
+    out = torch.zeros(z.shape, dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
+    for e in range(gate_up.shape[0]):
+        token, slot = torch.nonzero(idx == e, as_tuple=True)
+        gate, up = F.linear(z[token], gate_up[e]).chunk(2, -1)
+        h = swiglu(gate, up) if act.name == "swiglu" else situ_glu_reference(gate, up, act.beta, act.linear_beta)
+        y = F.linear(h, down[e]) * weight[token, slot].unsqueeze(-1)
+        out = out.index_add(0, token, y.to(out.dtype))
+    return out.to(z.dtype)
+
+
+def grouped_mlp(
+    rows: Tensor,
+    ends: Tensor,
+    row_weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation | None = None,
+) -> Tensor:
+    """Rows already sorted by expert (what an exchange between devices delivers): rows [R,L], ends [E] int32 cumulative
+    counts (ends[−1] = R), row_weight [R] -> weighted expert outputs [R,L]."""
+    return _GroupedMlp.apply(rows, ends, row_weight, gate_up, down, activation or Activation())
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Products by group: [R,K] with [E,K,N] -> [R,N], or [M,R] with [R,N] -> [E,M,N] (sums over each group's rows)."""
+    if a.dtype == torch.float64:
+        return _product_by_product(a, b, ends)
+    return F.grouped_mm(a, b, offs=ends)
+
+
+def _product_by_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """The same in fp64, which torch's grouped product refuses: for gradient checks."""
+    borders = [0, *ends.tolist()]
+    if b.dim() == 3:
+        pieces = [a[i:j] @ b[e] for e, (i, j) in enumerate(itertools.pairwise(borders))]
+        return torch.cat(pieces)
+    return torch.stack([a[:, i:j] @ b[i:j] for i, j in itertools.pairwise(borders)])
+
+
+class _GroupedMlp(torch.autograd.Function):
+    """Keeps the rows and gate_up's product; activations are recomputed."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, rows: Tensor, ends: Tensor, row_weight: Tensor, gate_up: Tensor, down: Tensor, act: Activation
+    ) -> Tensor:
+        h = grouped_mm(rows, gate_up.transpose(1, 2), ends)
+        a = act.forward(*h.chunk(2, -1)).mul_(row_weight.unsqueeze(-1))
+        ctx.save_for_backward(rows, ends, row_weight, gate_up, down, h)
+        ctx.act = act
+        return grouped_mm(a.to(rows.dtype), down.transpose(1, 2), ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, ends, row_weight, gate_up, down, h = ctx.saved_tensors
+        dy = dy.to(rows.dtype).contiguous()  # grouped products refuse expanded cotangents
+        gate, up = h.chunk(2, -1)
+        da = grouped_mm(dy, down, ends)
+        a = ctx.act.forward(gate, up)
+        wide = da.to(a.dtype)
+        d_row_weight = torch.linalg.vecdot(a, wide)
+        per_row = row_weight.unsqueeze(-1).to(a.dtype)
+        dgate, dup = ctx.act.backward(gate, up, wide * per_row)
+        ddown = grouped_mm(dy.t(), a.mul_(per_row).to(rows.dtype), ends)
+        dh = torch.cat([dgate, dup], -1).to(rows.dtype)
+        dgate_up = grouped_mm(dh.t(), rows, ends)
+        drows = grouped_mm(dh, gate_up, ends)
+        return drows, None, d_row_weight.to(row_weight.dtype), dgate_up, ddown, None
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens [T,L] to sorted rows [R,L]; the gradient gathers k rows a token, in a fixed order, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, source: Tensor, place: Tensor, k: int) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(place)
+        ctx.k = k
+        return z.index_select(0, source // k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _sum_slots(drows, ctx.saved_tensors[0], ctx.k), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Sorted rows [R,L] to tokens [T,L], summing each token's k rows: the adjoint of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, source: Tensor, place: Tensor, k: int) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(source)
+        ctx.k = k
+        return _sum_slots(y, place, k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return dout.index_select(0, ctx.saved_tensors[0] // ctx.k), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(place)
+        return x.index_select(0, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return dx.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _sum_slots(rows: Tensor, place: Tensor, k: int) -> Tensor:
+    picked = rows.index_select(0, place).unflatten(0, (-1, k))
+    if k == 1:
+        return picked.squeeze(1)
+    return picked.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
+
+
+def _check(z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    E, I2, L = gate_up.shape
+    if z.dim() != 2 or z.shape[1] != L:
+        raise ValueError(f"experts: z must be [T,{L}], got {tuple(z.shape)}.")
+    if down.shape != (E, L, I2 // 2):
+        raise ValueError(f"experts: down must be [{E},{L},{I2 // 2}], got {tuple(down.shape)}.")
+    if idx.shape != weight.shape or idx.shape[0] != z.shape[0]:
+        raise ValueError(f"experts: idx {tuple(idx.shape)} and weight {tuple(weight.shape)} must be [{z.shape[0]},k].")
