@@ -9,7 +9,8 @@ Legend: R ranks, L = E/R experts at home, B slots; RP, LP, CP, EP, BP, GP powers
     L + B.
 """
 
-# mypy: disable-error-code="no-untyped-def"  (kernel arguments are pointers and constants of the Triton language)
+# Kernel arguments are pointers and constants of the Triton language.
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import torch
