@@ -1,0 +1,117 @@
+"""The KDA layer (report eq. 1-7): short convolutions, the delta-rule recurrence, an output norm and gate.
+
+q, k, v = SiLU(conv(W x));  z = W_up W_down x;  β = σ(W_b x)
+S_t = (I − β k kᵀ) diag(α) S_{t−1} + β k vᵀ,   o_t = Sᵀ q,   α = exp(gate(z))
+y = W_o [ RMSNorm_head(o) · σ(W_g x) ]
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from perilune.config import ModelConfig
+from perilune.model.cache import Cache
+from perilune.model.layout import Layout
+from perilune.model.linear import Linear, Weight, project
+from perilune.model.taps import Taps
+from perilune.ops.conv import short_conv
+from perilune.ops.kda import kda
+from perilune.ops.norm import gated_rms_norm
+
+
+class KDA(nn.Module):
+    """Kimi Delta Attention over a packed batch. Parameter names are the release's; A_log is stored unpadded."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        c, h, width = config, config.hidden_size, config.kda_width
+        self.config, self.layer = config, layer
+        decays = width if c.kda_decay == "channel" else c.kda_num_heads
+        self.q_proj, self.k_proj, self.v_proj = Linear(h, width), Linear(h, width), Linear(h, width)
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ShortConv(width, c.short_conv_kernel_size) for _ in "qkv")
+        self.f_a_proj, self.f_b_proj = Linear(h, c.kda_head_dim), Linear(c.kda_head_dim, decays)
+        self.b_proj = Linear(h, c.kda_num_heads)
+        self.A_log = nn.Parameter(torch.zeros(c.kda_num_heads))
+        self.dt_bias = nn.Parameter(torch.zeros(decays))
+        if c.kda_output_gate and c.use_full_rank_gate:
+            self.g_proj = Linear(h, width)
+        elif c.kda_output_gate:
+            self.g_a_proj, self.g_b_proj = Linear(h, c.kda_head_dim), Linear(c.kda_head_dim, width)
+        self.o_norm = Weight(c.kda_head_dim)
+        self.o_proj = Linear(width, h)
+
+    def forward(self, x: Tensor, layout: Layout, cache: Cache | None = None, taps: Taps | None = None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        c, tokens = self.config, x.shape[0]
+        state, tail = cache.read_kda(self.layer, layout) if cache else (None, None)
+        qkv, z, beta, gate = self._inputs(x)
+        weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+        qkv, tail = short_conv(qkv.unsqueeze(0), weight, tail=tail, lengths=layout.lengths)
+        q, k, v = (y.reshape(1, tokens, c.kda_num_heads, c.kda_head_dim) for y in qkv.chunk(3, -1))
+        z = z.reshape(1, tokens, c.kda_num_heads, -1)
+        if taps is not None:
+            taps.decay(self.layer, z, self.A_log, self.dt_bias, c.gate_lower_bound)
+        o, state, _ = kda(
+            q,
+            k,
+            v,
+            z,
+            beta.unsqueeze(0),
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            lower_bound=c.gate_lower_bound,
+            state=state,
+            cu_seqlens=layout.cu_seqlens,
+            lengths=layout.lengths,
+            delta=c.kda_delta,
+        )
+        if cache:
+            cache.write_kda(self.layer, layout, state, tail)
+        gate = None if gate is None else gate.reshape(o.shape)
+        y = gated_rms_norm(o, gate, self.o_norm.weight, c.rms_norm_eps)
+        return self.o_proj(y.reshape(tokens, -1))
+
+    def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(q|k|v [T, 3·width], z [T, decays], beta logits [T, H], output gate [T, width] or None)."""
+        layers = [self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj]
+        full = self.config.kda_output_gate and self.config.use_full_rank_gate
+        if full:
+            layers.append(self.g_proj)
+        q, k, v, f, beta, *gate = project(x, *layers)
+        qkv = _adjacent(q, k, v)
+        z = self.f_b_proj(f)
+        if full:
+            return qkv, z, beta, gate[0]
+        low = self.g_b_proj(self.g_a_proj(x)) if self.config.kda_output_gate else None
+        return qkv, z, beta, low
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """A = 0 (report); dt_bias so that fresh decays spread over exp(−dt), log-uniform dt in [1e-3, 0.1]."""
+        self.A_log.zero_()
+        # inferred: the report says "as in Mamba", which solves the gate for dt; ours solves whichever gate is set.
+        u = torch.rand(self.dt_bias.shape, generator=generator)
+        dt = torch.exp(u * (math.log(0.1) - math.log(1e-3)) + math.log(1e-3)).clamp_(min=1e-4)
+        bound = self.config.gate_lower_bound
+        bias = torch.logit(dt / -bound) if bound is not None else torch.log(torch.expm1(dt))
+        self.dt_bias.copy_(bias)
+        for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d):
+            nn.init.uniform_(conv.weight, -0.5, 0.5, generator=generator)
+
+
+class ShortConv(nn.Module):
+    """Holds a depthwise kernel [C, 1, W]; the last tap multiplies the current token."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, width))
+
+
+def _adjacent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[q | k | v]; a view where they already lie side by side in one product, else a copy."""
+    width = q.shape[-1]
+    side_by_side = k.data_ptr() - q.data_ptr() == v.data_ptr() - k.data_ptr() == width * q.element_size()
+    if side_by_side and q.stride() == k.stride() == v.stride() and q._base is not None:
+        return q._base.narrow(-1, 0, 3 * width)
+    return torch.cat([q, k, v], -1)

@@ -1,0 +1,110 @@
+"""Feed-forward layers: the dense MLP, and Stable LatentMoE (report eq. 11-13).
+
+    y = W_up RMSNorm( Σ_{i∈T} p_i E_i(W_down x) ) + E_shared(x),   T = TopK(σ(W_r x) + b),   p = σ / Σ_T σ
+
+The router reads the full width in fp32; the bias only selects. All experts share one grouped product.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from perilune.config import ModelConfig
+from perilune.model.linear import Linear, project
+from perilune.model.norm import RMSNorm
+from perilune.ops.experts import Activation, experts
+from perilune.ops.router import Routing, route
+from perilune.ops.situ import situ_glu, swiglu
+
+
+def activation(config: ModelConfig) -> Activation:
+    """The gated activation as the grouped product takes it."""
+    if config.hidden_act == "silu":
+        return Activation("swiglu")
+    return Activation("situ", config.activation_situ_beta, config.activation_situ_linear_beta)
+
+
+class MLP(nn.Module):
+    """down(act(gate x, up x)): the dense layers and the fused shared experts."""
+
+    def __init__(self, config: ModelConfig, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (Linear(config.hidden_size, hidden) for _ in range(2))
+        self.down_proj = Linear(hidden, config.hidden_size)
+        self.act = activation(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        if self.act.name == "swiglu":
+            return self.down_proj(swiglu(gate, up))
+        return self.down_proj(situ_glu(gate, up, self.act.beta, self.act.linear_beta))
+
+
+class Router(nn.Module):
+    """Scores in fp32 whatever the stream's dtype; the bias is set by balancing, never by a gradient."""
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts))
+
+    def forward(self, x: Tensor) -> Routing:
+        """x [T, hidden] -> chosen experts, their weights, all scores."""
+        c = self.config
+        return route(
+            x,
+            self.weight,
+            self.e_score_correction_bias,
+            top_k=c.num_experts_per_token,
+            activation=c.moe_router_activation_func,
+            groups=c.num_expert_group,
+            top_groups=c.topk_group,
+            renormalize=c.moe_renormalize,
+            scaling=c.routed_scaling_factor,
+        )
+
+
+class Experts(nn.Module):
+    """Stacked routed experts: w13 [E, 2·hidden, width] (gate rows, then up rows), w2 (down) [E, width, hidden]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        e, hidden, width = config.num_experts, config.moe_intermediate_size, config.expert_width
+        self.w13 = nn.Parameter(torch.zeros(e, 2 * hidden, width))
+        self.w2 = nn.Parameter(torch.zeros(e, width, hidden))
+        self.act = activation(config)
+
+    def forward(self, z: Tensor, routing: Routing) -> Tensor:
+        """Σ_i p_i E_i(z): z [T, width] -> [T, width]."""
+        return experts(z, routing.idx, routing.weight, self.w13, self.w2, self.act)
+
+
+class LatentMoE(nn.Module):
+    """Stable LatentMoE; without a latent width the experts read the full stream and nothing is normalised."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        c = config
+        self.gate = Router(c)
+        self.experts = Experts(c)
+        self.latent = c.routed_expert_hidden_size is not None
+        self.normed = self.latent and c.latent_moe_use_norm
+        if self.latent:
+            self.routed_expert_down_proj = Linear(c.hidden_size, c.expert_width)
+            self.routed_expert_up_proj = Linear(c.expert_width, c.hidden_size)
+        if self.normed:
+            self.routed_expert_norm = RMSNorm(c.expert_width, c.rms_norm_eps)
+        self.shared_experts = MLP(c, c.shared_width) if c.num_shared_experts else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+        """x [T, hidden] -> ([T, hidden], how it was routed, detached)."""
+        routing = self.gate(x)
+        u = self.experts(self.routed_expert_down_proj(x) if self.latent else x, routing)
+        if self.normed:
+            u = self.routed_expert_norm(u)
+        y = self.routed_expert_up_proj(u) if self.latent else u
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(x)
+        return y, Routing(*(part.detach() for part in routing))

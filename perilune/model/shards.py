@@ -1,0 +1,153 @@
+"""Sharded safetensors: read tensor by tensor, written shard by shard, memory near one shard.
+
+A checkpoint directory holds config.json, `model-00001-of-0000N.safetensors` and `model.safetensors.index.json`
+(total_size, name -> shard); a small one may be a lone `model.safetensors`.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or does not fit; the message is one sentence naming file or tensor."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it lies in a file, read on demand."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' own: BF16, F32, U8, ...
+    read: Callable[[], Tensor]
+
+
+def shard_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory, in order. Raises CheckpointError if one is missing."""
+    index = directory / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} is not a safetensors index: {error}.") from error
+        files = [directory / name for name in names]
+    elif (directory / "model.safetensors").is_file():
+        files = [directory / "model.safetensors"]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    missing = [f.name for f in files if not f.is_file()]
+    if missing:
+        raise CheckpointError(f"{directory} lacks the shard {missing[0]} that its index names.")
+    if not files:
+        raise CheckpointError(f"{directory} holds no *.safetensors file.")
+    return files
+
+
+def read_shards(directory: Path) -> Iterator[Stored]:
+    """Every tensor of the directory, one shard open at a time. `read` is valid until the next shard opens."""
+    for path in shard_files(Path(directory)):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    part = file.get_slice(name)
+                    yield Stored(name, tuple(part.get_shape()), part.get_dtype(), _reader(file, name))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is not a readable safetensors file: {error}.") from error
+
+
+def _reader(file: Any, name: str) -> Callable[[], Tensor]:
+    return lambda: file.get_tensor(name)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write: its size is known before it is made, so that shards are planned first."""
+
+    name: str
+    nbytes: int
+    make: Callable[[], Tensor]
+
+
+def write_shards(
+    directory: Path, entries: Iterable[Entry], config: dict[str, Any], shard_bytes: int = SHARD_BYTES
+) -> int:
+    """Write a checkpoint directory; returns its total tensor bytes.
+
+    Everything goes to `<directory>.partial` first, is synced, and takes its name in one rename, so that a crash or a
+    full disk leaves either the old directory or none.
+    """
+    directory = Path(directory)
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        total = _write_all(partial, list(entries), config, shard_bytes)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    replace_directory(partial, directory)
+    return total
+
+
+def _write_all(directory: Path, entries: list[Entry], config: dict[str, Any], shard_bytes: int) -> int:
+    shards = _plan(entries, shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file({e.name: e.make().contiguous() for e in shard}, directory / name, metadata={"format": "pt"})
+        sync(directory / name)
+        weight_map |= {e.name: name for e in shard}
+    total = sum(e.nbytes for e in entries)
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    write_json(directory / "config.json", config)
+    sync(directory)
+    return total
+
+
+def _plan(entries: list[Entry], shard_bytes: int) -> list[list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if shards[-1] and filled + entry.nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += entry.nbytes
+    return shards
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """fsync a file or directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_directory(new: Path, target: Path) -> None:
+    """`target` becomes `new`; the old one, if any, steps aside first and is removed last."""
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)

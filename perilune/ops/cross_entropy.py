@@ -1,0 +1,81 @@
+"""Cross-entropy of a linear head without the [T, V] logits: chunks of rows, gradients made on the way forward.
+
+    nll_t = logsumexp(W h_t) − (W h_t)[y_t],    d nll / d logits = softmax − onehot
+
+The whole logit matrix of a 160K vocabulary outweighs the model's activations; a chunk of it fits anywhere.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+_CHUNK_VALUES = 1 << 23  # logits held at a time
+
+
+def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The equation, differentiable by autograd: sum of nll in nats over targets other than −100."""
+    logits = hidden @ weight.to(hidden.dtype).T
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Summed negative log-likelihood in nats.
+
+    Args:
+        hidden: [T, D]; the product runs in its dtype, softmax and sums in fp32 (fp64 for fp64).
+        weight: [V, D].
+        targets: [T] integer ids; −100 is left out.
+    Returns:
+        A scalar fp32 (fp64) tensor; gradients flow to hidden and weight.
+    """
+    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, hidden.requires_grad or weight.requires_grad)
+    return total
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, differentiate: bool) -> Tensor:
+        w = weight.to(hidden.dtype)
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if differentiate else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if differentiate else None
+        rows = max(1, _CHUNK_VALUES // weight.shape[0])
+        for start in range(0, len(hidden), rows):
+            h, y = hidden[start : start + rows], targets[start : start + rows]
+            probs, nll = _nll(h, w, y, wide)
+            total += nll
+            if d_hidden is not None and d_weight is not None:
+                probs = _subtract_target(probs, y).to(hidden.dtype)
+                torch.mm(probs, w, out=d_hidden[start : start + rows])
+                d_weight += probs.T @ h
+        if differentiate:
+            ctx.save_for_backward(d_hidden, d_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * g.to(d_hidden.dtype), (d_weight * g).to(ctx.weight_dtype), None, None
+
+
+def _nll(h: Tensor, w: Tensor, y: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Softmax of the rows and their summed nll."""
+    logits = (h @ w.T).to(wide)
+    lse = torch.logsumexp(logits, -1, keepdim=True)
+    keep = y != IGNORE
+    picked = logits.gather(1, y.clamp(min=0).unsqueeze(1))
+    nll = ((lse - picked).squeeze(1) * keep).sum()
+    return logits.sub_(lse).exp_(), nll
+
+
+def _subtract_target(probs: Tensor, y: Tensor) -> Tensor:
+    keep = (y != IGNORE).to(probs.dtype).unsqueeze(1)
+    probs.scatter_add_(1, y.clamp(min=0).unsqueeze(1), -torch.ones_like(keep))
+    return probs.mul_(keep)
