@@ -1,0 +1,259 @@
+"""What carries rows and experts between ranks: collectives of torch.distributed (gloo on CPUs, NCCL on GPUs).
+
+A fabric knows nothing of routing beyond a `Route` (where entries go) and a `Plan` (which experts are lent). `prepare`
+turns both into a `Traffic` once; every transfer of the layer, forward and backward, reuses it:
+
+    push     one row per token and host -> every row of my receive buffer (dispatch; backward of pull)
+    pull     every row of my receive buffer -> one fp32 sum per token (combine; backward of push)
+    push_scalars, pull_scalars    the same for one number per entry (routing weights and their gradients)
+    lend     my experts -> the slots of the ranks that borrow them
+    give_back  gradients of borrowed experts -> the ranks where they are at home, added in (rank, slot) order
+
+Sums have one order on every fabric: a host adds the rows of a token in ascending k, rounds once to the row dtype, and
+the token's rank adds what the hosts send in ascending k. `symmetric.py` does the same over NVLink without the host.
+Collectives know their sizes on the host, so `prepare` waits for the device once; the symmetric fabric does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from perilune.parallel.planner import Plan
+from perilune.parallel.routes import Route, Segments
+
+
+class FabricError(RuntimeError):
+    """A transfer failed or timed out; the message names the rank and the phase."""
+
+
+class Traffic(Protocol):
+    """What one routing needs on this rank, made once by `Fabric.prepare`."""
+
+    plan: Plan
+    ends: Tensor  # int32 [G], for grouped products; the last one is the number of rows of the receive buffer
+    rows: int  # of the receive buffer
+    split: int | None  # rows of the experts at home, where the host knows it
+
+
+class Fabric(Protocol):
+    """The seam between the exchange and the wires. Every rank calls the same methods in the same order."""
+
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor) -> Tensor: ...
+
+    def prepare(self, plan: Plan, layout: Segments, at: Route, rows: int | None) -> Any: ...
+
+    def push(self, x_SH: Tensor, traffic: Any) -> Tensor: ...
+
+    def pull(self, rows_NH: Tensor, traffic: Any) -> Tensor: ...
+
+    def push_scalars(self, x_SK: Tensor, traffic: Any) -> Tensor: ...
+
+    def pull_scalars(self, x_N: Tensor, traffic: Any) -> Tensor: ...
+
+    def lend(self, own: Sequence[Tensor], slots: Sequence[Tensor], traffic: Any) -> None: ...
+
+    def give_back(self, grads: Sequence[Tensor], traffic: Any) -> list[Tensor]: ...
+
+
+def accumulating(dtype: torch.dtype) -> torch.dtype:
+    """Sums are fp32, and fp64 where the rows are (gradient checks)."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Sizes of one all-to-all along dim 0: rows to and from every rank. The reverse is the way back."""
+
+    send: list[int]
+    receive: list[int]
+
+    @property
+    def reverse(self) -> Swap:
+        return Swap(self.receive, self.send)
+
+
+@dataclass(frozen=True)
+class CollectiveTraffic:
+    """Index tables of one routing. M entries arrive here, P of them bring a row; S, K, N as in routes.
+
+    order [S·K valid]  this rank's entries sorted by host, in flat order within a host.
+    payload_token      tokens to send, one per token and host, in the same order.
+    payload_of      where in the returned payload the token's sum from the k-th entry lies; −1: none.
+    slot [M], row [M]  rows of the receive buffer that arriving entries fill, and which arriving payload each takes.
+    chain [P, K]       rows of the receive buffer that belong to each arriving payload, ascending k; −1: none.
+    """
+
+    plan: Plan
+    ends: Tensor
+    rows: int
+    split: int
+    shape: torch.Size
+    entries: Swap
+    payloads: Swap
+    order: Tensor
+    payload_token: Tensor
+    payload_of: Tensor
+    slot: Tensor
+    row: Tensor
+    chain: Tensor
+    lent: Swap
+    lent_experts: Tensor  # home experts to send, by receiving rank, then slot
+    lent_slots: Tensor  # slots that arriving experts fill, by sending rank, then slot
+
+
+class Collective:
+    """gloo or NCCL: uneven all-to-all with sizes known to the host."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, debug: bool = False) -> None:
+        """group: the ranks that share the experts; None is the default group. debug: check before every transfer that
+        all ranks are at the same one (one small all-gather each)."""
+        self.group = group if group is not None else dist.group.WORLD
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.debug, self._calls = debug, 0
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        try:
+            if self.debug:
+                self._same_everywhere(name)
+            yield
+        except (RuntimeError, dist.DistBackendError) as error:
+            if isinstance(error, FabricError):
+                raise
+            raise FabricError(f"rank {self.rank} of {self.size} failed in {name}: {error}") from error
+
+    def _same_everywhere(self, name: str) -> None:
+        self._calls += 1
+        seen: list[object] = [None] * self.size
+        dist.all_gather_object(seen, (self._calls, name), self.group)
+        if any(s != seen[0] for s in seen):
+            calls = ", ".join(f"rank {r}: {s[1]} (call {s[0]})" for r, s in enumerate(seen))  # type: ignore[index]
+            raise FabricError(f"ranks call different transfers: {calls}")
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x of every rank, [R, *x.shape]."""
+        with self._phase("gather"):
+            out = x.new_empty(self.size, *x.shape)
+            dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), self.group)
+        return out
+
+    def swap(self, x: Tensor, sizes: Swap, phase: str) -> Tensor:
+        """All-to-all along dim 0. fp8 travels as bytes (gloo does not know it)."""
+        raw = x.contiguous()
+        raw = raw.view(torch.uint8) if raw.dtype.itemsize == 1 else raw
+        out = raw.new_empty(sum(sizes.receive), *raw.shape[1:])
+        with self._phase(phase):
+            dist.all_to_all_single(out, raw, sizes.receive, sizes.send, self.group)
+        return out.view(x.dtype)
+
+    def prepare(self, plan: Plan, layout: Segments, at: Route, rows: int | None) -> CollectiveTraffic:
+        """rows: size of the receive buffer; None: just what this routing needs."""
+        ends = layout.ends[self.rank].to(torch.int32, copy=True)
+        rows = int(ends[-1]) if rows is None else rows
+        if int(ends[-1]) > rows:
+            raise ValueError(f"exchange: rank {self.rank} executes {int(ends[-1])} rows, its buffer holds {rows}")
+        split = int(ends[plan.local - 1])
+        ends[-1] = rows  # rows past the last segment are zeros and weigh nothing
+        host = at.host.flatten()
+        order = torch.argsort(torch.where(host < 0, self.size, host), stable=True)[: int((host >= 0).sum())]
+        primary = at.primary.flatten()[order]
+        sent = torch.stack([torch.bincount(host[order], minlength=self.size),
+                            torch.bincount(host[order][primary], minlength=self.size)], 1)  # fmt: skip
+        arriving = self.swap(sent, Swap([1] * self.size, [1] * self.size), "sizes")
+        entries, payloads = (Swap(sent[:, i].tolist(), arriving[:, i].tolist()) for i in range(2))
+        links = torch.stack([at.slot, at.parent, at.next], -1).view(-1, 3)[order]
+        slot, parent, follows = self.swap(links, entries, "links").unbind(1)
+        K = at.host.shape[1]
+        payload_of = torch.full((host.numel(),), -1, device=host.device)
+        payload_of[order[primary]] = torch.arange(int(primary.sum()), device=host.device)
+        heads = slot[parent == slot]
+        number = torch.full((rows,), -1, device=slot.device)
+        number[heads] = torch.arange(heads.numel(), device=slot.device)
+        lent, experts, slots = self._loans(plan)
+        return CollectiveTraffic(
+            plan, ends, rows, split, at.host.shape, entries, payloads, order, order[primary] // max(K, 1),
+            payload_of.view(at.host.shape), slot, number[parent], _chains(heads, slot, follows, K, rows),
+            lent, experts, slots,
+        )  # fmt: skip
+
+    def _loans(self, plan: Plan) -> tuple[Swap, Tensor, Tensor]:
+        """Which home experts go to whom, and which of my slots they fill."""
+        owner = torch.where(plan.replicas < 0, -1, plan.replicas // plan.local)
+        to, _ = (owner == self.rank).nonzero(as_tuple=True)  # by receiving rank, then slot
+        experts = plan.replicas[owner == self.rank] - self.rank * plan.local
+        mine = owner[self.rank]
+        slots = torch.argsort(torch.where(mine < 0, self.size, mine), stable=True)[: int((mine >= 0).sum())]
+        count = lambda x: torch.bincount(x, minlength=self.size).tolist()  # noqa: E731
+        return Swap(count(to), count(mine[mine >= 0])), experts, slots
+
+    def push(self, x_SH: Tensor, traffic: CollectiveTraffic) -> Tensor:
+        """One row per token and host; every entry's row of the receive buffer, zeros elsewhere: [N, H]."""
+        got_PH = self.swap(x_SH[traffic.payload_token], traffic.payloads, "dispatch")
+        rows_NH = x_SH.new_zeros(traffic.rows, x_SH.shape[1])
+        rows_NH[traffic.slot] = got_PH[traffic.row]
+        return rows_NH
+
+    def pull(self, rows_NH: Tensor, traffic: CollectiveTraffic) -> Tensor:
+        """Σ of each token's rows, two levels: on the host in ascending k, then on the token's rank: [S, H]."""
+        folded_PH = _sum_in_order(rows_NH, traffic.chain)
+        got_PH = self.swap(folded_PH, traffic.payloads.reverse, "combine")
+        return _sum_in_order(got_PH, traffic.payload_of)
+
+    def push_scalars(self, x_SK: Tensor, traffic: CollectiveTraffic) -> Tensor:
+        """One number per entry to its row: [N], zeros elsewhere."""
+        got_M = self.swap(x_SK.flatten()[traffic.order], traffic.entries, "weights")
+        return x_SK.new_zeros(traffic.rows).index_put((traffic.slot,), got_M)
+
+    def pull_scalars(self, x_N: Tensor, traffic: CollectiveTraffic) -> Tensor:
+        """One number per row back to its entry: [S, K], zero where there was no entry."""
+        got = self.swap(x_N[traffic.slot], traffic.entries.reverse, "weight gradients")
+        return x_N.new_zeros(traffic.shape.numel()).index_put((traffic.order,), got).view(traffic.shape)
+
+    def lend(self, own: Sequence[Tensor], slots: Sequence[Tensor], traffic: CollectiveTraffic) -> None:
+        """Fill the used slots [B, ...] with experts of other ranks' own [E/R, ...]; unused ones are left alone."""
+        for weights, pool in zip(own, slots, strict=True):
+            got = self.swap(weights.detach()[traffic.lent_experts], traffic.lent, "prefetch")
+            pool[traffic.lent_slots] = got
+
+    def give_back(self, grads: Sequence[Tensor], traffic: CollectiveTraffic) -> list[Tensor]:
+        """Slot gradients [B, ...] to their homes: fp32 sums [E/R, ...] over ranks in ascending order."""
+        return [self._give_back(grad, traffic) for grad in grads]
+
+    def _give_back(self, grad: Tensor, traffic: CollectiveTraffic) -> Tensor:
+        wide = grad.to(accumulating(grad.dtype))
+        got = self.swap(wide[traffic.lent_slots], traffic.lent.reverse, "gradient reduce")
+        total = wide.new_zeros(traffic.plan.local, *grad.shape[1:])
+        for part, experts in zip(got.split(traffic.lent.send), traffic.lent_experts.split(traffic.lent.send)):
+            total[experts] += part  # a rank borrows an expert once, so there is nothing to race for
+        return total
+
+
+def _chains(heads: Tensor, slot: Tensor, follows: Tensor, K: int, rows: int) -> Tensor:
+    """[P, K]: the rows linked from each head, in order, −1 past the end."""
+    after = torch.full((rows + 1,), -1, device=slot.device)
+    after[slot] = follows
+    chain = [heads]
+    for _ in range(K - 1):
+        chain.append(after[chain[-1]])  # −1 reads the last element, which stays −1
+    return torch.stack(chain, 1) if K else heads[:, None][:, :0]
+
+
+def _sum_in_order(x_PH: Tensor, index_SK: Tensor) -> Tensor:
+    """Σ_k x[index[:, k]] in ascending k, fp32, rounded once; −1 adds nothing."""
+    total = x_PH.new_zeros(index_SK.shape[0], x_PH.shape[1], dtype=accumulating(x_PH.dtype))
+    if x_PH.shape[0] == 0:
+        return total.to(x_PH.dtype)
+    for index in index_SK.unbind(1):
+        row = x_PH[index.clamp(min=0)].to(total.dtype)
+        total = torch.where(index[:, None] >= 0, total + row, total)
+    return total.to(x_PH.dtype)

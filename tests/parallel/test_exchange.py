@@ -1,0 +1,154 @@
+"""The exchange against one device: values and every gradient, on a fabric of threads in fp64."""
+
+import pytest
+import torch
+from parallel.moe import Layer, Result, alone, joined, layer, together
+from parallel.threads import Threads, run
+
+from perilune.parallel.exchange import Exchange
+from perilune.parallel.routes import capacity
+
+
+def close(got: Result, want: Result, tolerance: float = 1e-12) -> None:
+    for name in Result.__dataclass_fields__:
+        error = (getattr(got, name) - getattr(want, name)).norm() / getattr(want, name).norm().clamp(min=1e-30)
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"
+
+
+CASES = [
+    {"ranks": 1, "local": 4, "top_k": 2, "tokens": [7]},
+    {"ranks": 2, "local": 2, "top_k": 1, "tokens": [6, 6]},
+    {"ranks": 2, "local": 8, "top_k": 4, "tokens": [16, 16]},
+    {"ranks": 4, "local": 1, "top_k": 3, "tokens": [5, 5, 5, 5]},
+    {"ranks": 4, "local": 2, "top_k": 2, "tokens": [9, 0, 13, 2]},
+    {"ranks": 4, "local": 3, "top_k": 8, "tokens": [12, 12, 12, 12], "skew": 3.0},
+    {"ranks": 8, "local": 2, "top_k": 4, "tokens": [6, 1, 0, 9, 4, 4, 4, 4]},
+    {"ranks": 2, "local": 1, "top_k": 32, "tokens": [3, 3]},
+]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"align": 8}, {"tolerance": 4}, {"balanced": False}, {"num_slots": 0}], ids=str
+)
+@pytest.mark.parametrize("seed", range(len(CASES)))
+def test_equals_one_device(seed: int, options: dict) -> None:
+    shape = CASES[seed]
+    case = layer(seed, **shape)
+    close(joined(run(shape["ranks"], lambda fabric: together(fabric, case, **options))), alone(case))
+
+
+def test_fixed_buffers_give_the_same() -> None:
+    """tokens= fixes every shape; rows past the last segment weigh nothing."""
+    case = layer(3, 4, 2, 2, [9, 0, 13, 2])
+    close(joined(run(4, lambda fabric: together(fabric, case, tokens=13, align=8))), alone(case))
+
+
+def test_two_layers_share_the_slots_and_fetch_again() -> None:
+    """The first layer's borrowed experts are overwritten by the second's; its backward fetches them again, the last's
+    not.
+    """
+    case = layer(5, 4, 2, 2, [8, 8, 8, 8])
+    logs: dict[int, list[str]] = {}
+
+    def program(fabric: Threads) -> Result:
+        result = together(fabric, case, layers=2)
+        logs[fabric.rank] = fabric.log
+        return result
+
+    got = joined(run(4, program))
+    first = alone(case)
+    twice = Layer([*first.y.split(8)], case.experts, case.weights, case.gate_up, case.down, case.dy)
+    second = alone(twice)
+    torch.testing.assert_close(got.y, second.y, rtol=1e-12, atol=1e-12)
+    before = alone(Layer(case.x, case.experts, case.weights, case.gate_up, case.down, [*second.dx.split(8)]))
+    torch.testing.assert_close(got.dx, before.dx, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got.dgate_up, before.dgate_up + second.dgate_up, rtol=1e-12, atol=1e-12)
+    assert all(log.count("prefetch") == 2 * 3 for log in logs.values())  # two tensors; forward twice, backward once
+
+
+def test_row_travels_once_per_host() -> None:
+    """K entries of a token on one rank bring one payload: identity experts give K times the token."""
+    ids = [torch.tensor([[0, 1, 1], [0, 0, 0]]), torch.tensor([[1, 0, 1], [0, 1, 0]])]
+
+    def program(fabric: Threads) -> tuple:
+        exchange = Exchange(fabric, 2, 3)
+        traffic = exchange.route(ids[fabric.rank])
+        x = torch.arange(1.0, 5.0).view(2, 2) + 10 * fabric.rank
+        return traffic.payloads.send, fabric.pull(fabric.push(x, traffic), traffic), 3 * x
+
+    for sent, y, expected in run(2, program):
+        assert sum(sent) < 6
+        assert torch.equal(y, expected)
+
+
+def test_permuting_the_tokens_of_all_ranks_changes_nothing_but_the_order() -> None:
+    case = layer(9, 4, 2, 2, [6, 6, 6, 6])
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    cut = lambda parts: [*torch.cat(parts)[order].split(6)]  # noqa: E731
+    moved = Layer(cut(case.x), cut(case.experts), cut(case.weights), case.gate_up, case.down, cut(case.dy))
+    a, b = (joined(run(4, lambda fabric, c=c: together(fabric, c))) for c in (case, moved))
+    torch.testing.assert_close(a.y[order], b.y, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(a.dgate_up, b.dgate_up, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"balanced": False}], ids=str)
+def test_twice_is_bit_equal(options: dict) -> None:
+    case = layer(11, 4, 2, 3, [7, 7, 7, 7], dtype=torch.float32)
+    a, b = (joined(run(4, lambda fabric: together(fabric, case, **options))) for _ in range(2))
+    for name in Result.__dataclass_fields__:
+        assert torch.equal(getattr(a, name), getattr(b, name))
+
+
+def test_balanced_rows_are_the_same_on_every_rank_whatever_the_routing() -> None:
+    for skew in (0.0, 1.0, 6.0):
+        case = layer(13, 4, 4, 2, [8, 8, 8, 8], skew=skew)
+        ids = [e.clamp(min=0) for e in case.experts]
+        sizes = run(4, lambda fabric, ids=ids: Exchange(fabric, 16, 2, tokens=8).route(ids[fabric.rank]).rows)
+        assert sizes == [16] * 4
+    classic = run(4, lambda fabric: Exchange(fabric, 16, 2, balanced=False).route(ids[fabric.rank]).rows)
+    assert max(classic) > 2 * 16  # the same routing without replicas
+
+
+def test_capacity_holds_the_worst_padding() -> None:
+    assert capacity(65536, 112, 112, 128) == 94080  # 65,536 + 224 segments of up to 127 more, rounded up
+    assert capacity(3, 4, 4, 8) == 24  # three rows can open three segments at most
+    assert capacity(100, 2, 2, 1) == 100
+
+
+def test_gradients_by_finite_differences() -> None:
+    case = layer(17, 2, 2, 2, [3, 3])
+    want = joined(run(2, lambda fabric: together(fabric, case)))
+    loss = lambda: sum(  # noqa: E731
+        (r.y * dy).sum() for r, dy in zip(run(2, lambda fabric: together(fabric, case)), case.dy)
+    )
+    for tensor, grad, at in ((case.gate_up, want.dgate_up, (1, 3, 2)), (case.weights[0], want.dweights, (0, 1))):
+        step = 1e-6
+        tensor[at] += step
+        up = loss()
+        tensor[at] -= 2 * step
+        down = loss()
+        tensor[at] += step
+        assert abs(float(up - down) / (2 * step) - float(grad[at])) < 1e-7
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda fabric: Exchange(fabric, 5, 1), "5 experts cannot be divided over 2 ranks"),
+        (lambda fabric: Exchange(fabric, 4, 2).route(torch.zeros(3, 1, dtype=torch.long)), r"must be \[tokens, 2\]"),
+        (lambda fabric: Exchange(fabric, 4, 1, tokens=2).route(torch.zeros(3, 1, dtype=torch.long)), "at most 2"),
+    ],
+)
+def test_bad_input_is_one_sentence(build, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        run(2, build)
+    assert "\n" not in str(error.value)
+
+
+def test_bf16_within_its_rounding() -> None:
+    """Rows travel and are summed per host in bf16, then fp32: near the fp64 layer."""
+    case = layer(19, 4, 2, 4, [16, 16, 16, 16], dtype=torch.bfloat16)
+    got = joined(run(4, lambda fabric: together(fabric, case)))
+    exact = Layer(*([t.double() if t.is_floating_point() else t for t in part] if isinstance(part, list) else
+                    part.double() for part in vars(case).values()))  # fmt: skip
+    close(Result(*(getattr(got, f).double() for f in Result.__dataclass_fields__)), alone(exact), tolerance=0.02)
