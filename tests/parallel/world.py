@@ -1,7 +1,8 @@
 """Several processes joined by gloo, spawned once for many checks.
 
-`world.py SIZE MODULE OUT` starts SIZE processes of itself; each runs every `check_*` of MODULE in order with its Collective
-fabric and rank 0 writes {check: "ok" or the error} to OUT. Everything is bounded: a rank that fails or hangs ends the world.
+`world.py SIZE MODULE OUT` starts SIZE processes of itself; each runs every `check_*` of MODULE in order with its
+Collective fabric and rank 0 writes {check: "ok" or the error} to OUT. Everything is bounded: a rank that fails or hangs
+ends the world.
 """
 
 from __future__ import annotations
