@@ -78,7 +78,8 @@ class Experts(nn.Module):
 
     def forward(self, z: Tensor, routing: Routing) -> Tensor:
         """Σ_i p_i E_i(z): z [T, width] -> [T, width]."""
-        return experts(z, routing.idx, routing.weight, self.w13, self.w2, self.act)
+        w13, w2 = self.w13.to(z.dtype), self.w2.to(z.dtype)  # under autocast the rows are bf16, the masters fp32
+        return experts(z, routing.idx, routing.weight, w13, w2, self.act)
 
 
 class LatentMoE(nn.Module):

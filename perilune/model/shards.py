@@ -5,10 +5,12 @@ A checkpoint directory holds config.json, `model-00001-of-0000N.safetensors` and
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+WIDTHS = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 
@@ -32,6 +35,10 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str  # safetensors' own: BF16, F32, U8, ...
     read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * WIDTHS[self.dtype]
 
 
 def shard_files(directory: Path) -> list[Path]:
@@ -56,19 +63,24 @@ def shard_files(directory: Path) -> list[Path]:
 
 
 def read_shards(directory: Path) -> Iterator[Stored]:
-    """Every tensor of the directory, one shard open at a time. `read` is valid until the next shard opens."""
+    """Every tensor of the directory in shard order: read them in that order and each file is opened once."""
     for path in shard_files(Path(directory)):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    part = file.get_slice(name)
-                    yield Stored(name, tuple(part.get_shape()), part.get_dtype(), _reader(file, name))
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} is not a readable safetensors file: {error}.") from error
+        file = _open(path)
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            part = file.get_slice(name)
+            yield Stored(name, tuple(part.get_shape()), part.get_dtype(), partial(_read, path, name))
 
 
-def _reader(file: Any, name: str) -> Callable[[], Tensor]:
-    return lambda: file.get_tensor(name)
+def _read(path: Path, name: str) -> Tensor:
+    return _open(path).get_tensor(name)
+
+
+@lru_cache(maxsize=1)
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -89,15 +101,15 @@ def write_shards(
     full disk leaves either the old directory or none.
     """
     directory = Path(directory)
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    beside = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
     try:
-        total = _write_all(partial, list(entries), config, shard_bytes)
+        total = _write_all(beside, list(entries), config, shard_bytes)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(beside, ignore_errors=True)
         raise
-    replace_directory(partial, directory)
+    replace_directory(beside, directory)
     return total
 
 

@@ -6,8 +6,9 @@
 that every parameter is given exactly once. `save` writes the same layout from the tensor table.
 """
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from perilune.config import ModelConfig
 from perilune.model.net import K3
-from perilune.model.shards import CheckpointError, Entry, Stored, read_shards, write_shards
+from perilune.model.shards import SHARD_BYTES, WIDTHS, CheckpointError, Entry, Stored, read_shards, write_shards
 from perilune.ops.mx import pack_mxfp4, unpack_mxfp4
 from perilune.release import read_config, to_json
-from perilune.tensors import BYTES, tensors
 from perilune.tensors import Tensor as Row
+from perilune.tensors import tensors
 
 _EXPERT = re.compile(r"experts\.(\d+)\.(w[123])\.(weight|weight_packed|weight_scale)$")
 _FLOATS = ("BF16", "F32", "F16", "F64")
@@ -169,34 +170,44 @@ def _heads(value: Tensor, target: Tensor, name: str) -> Tensor:
 # --- out ------------------------------------------------------------------------------------------------------------
 
 
-def save(
-    model: K3, directory: Path, *, dtype: str | None = "BF16", base: dict[str, Any] | None = None, **options: Any
+def save(model: K3, directory: Path, **options: Any) -> int:
+    """Write the model in the released layout; returns its tensor bytes. Options as for `save_tensors`."""
+    return save_tensors(model.config, named_tensors(model), directory, **options)
+
+
+def named_tensors(model: K3) -> dict[str, Tensor]:
+    """Every parameter and buffer by our name, detached views."""
+    return {name: p.detach() for name, p in (*model.named_parameters(), *model.named_buffers())}
+
+
+def save_tensors(
+    config: ModelConfig,
+    values: Mapping[str, Tensor],
+    directory: Path,
+    *,
+    dtype: str = "BF16",
+    base: dict[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Write the released layout; returns its tensor bytes.
+    """Write named values in the released layout.
 
     dtype: storage of what the release keeps in BF16: "BF16", or "F32" for a checkpoint that training resumes from.
     base: a config.json to overlay, so that foreign keys survive. Experts are packed if config.expert_format says so.
     """
-    config = model.config
-    entries = list(_entries(model, dtype))
-    return write_shards(directory, entries, to_json(config, base), **options)
+    return write_shards(directory, _entries(config, values, dtype), to_json(config, base), shard_bytes)
 
 
-def _entries(model: K3, dtype: str | None) -> Iterator[Entry]:
-    config = model.config
-    source = dict(model.named_parameters()) | dict(model.named_buffers())
+def _entries(config: ModelConfig, values: Mapping[str, Tensor], dtype: str) -> Iterator[Entry]:
     for row in tensors(config):
         if is_vision(row):
             continue
-        storage = dtype if row.dtype == "BF16" and dtype else row.dtype
+        storage = dtype if row.dtype == "BF16" else row.dtype
         for name in row.names():
-            value = source[ours(plain(name), config)].data
-            yield Entry(
-                name, row.bytes // row.copies * BYTES[storage] // BYTES[row.dtype], _maker(row, name, value, storage)
-            )
+            value = values[ours(plain(name), config)]
+            yield Entry(name, math.prod(row.shape) * WIDTHS[storage], _maker(row, name, value, storage))
 
 
-def _maker(row: Row, name: str, value: Tensor, storage: str) -> Any:
+def _maker(row: Row, name: str, value: Tensor, storage: str) -> Callable[[], Tensor]:
     expert = _EXPERT.search(name)
 
     def make() -> Tensor:
