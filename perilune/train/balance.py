@@ -1,0 +1,174 @@
+"""Router biases of a training run: Quantile Balancing over whole steps (report §2.3.3, appendix D).
+
+    r_ij = α_i − s_ij             the bias that would put expert j at token i's cutoff
+    H_j  = histogram of r_·j      B bins over [b_min − 1, b_max + 1], summed over micro-batches and ranks
+    b̂_j  = the (k/n)-quantile of r_·j read from H_j;   b <- b̂ − mean b̂, used from the next step on
+
+Each MoE layer returns a `Tap` a forward pass. The balancer adds them up without communication; `update`, once a step,
+makes one integer all-reduce for all layers together and writes the new biases. In evaluation nobody calls it.
+Shapes: L MoE layers, E experts, B bins, T tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BalanceMode = Literal["quantile", "exact", "sign", "none"]
+
+
+class Tap(Protocol):
+    """What a MoE layer reports of one forward pass; padding tokens are in none of it.
+
+    counts [E] integer: tokens each expert received. histogram [E, B] integer (mode "quantile"): of r over
+    [b_min − 1, b_max + 1] for the layer's bias b. margins [T, E] fp32 (mode "exact"): r itself.
+    """
+
+    @property
+    def counts(self) -> Tensor: ...
+    @property
+    def histogram(self) -> Tensor | None: ...
+    @property
+    def margins(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class RouterTap:
+    """A `Tap` as a plain value."""
+
+    counts: Tensor
+    histogram: Tensor | None = None
+    margins: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """A layer's load over one step. `max_violation`: largest load over the mean, less one; `dead`: share of experts
+    without a token."""
+
+    max_violation: float
+    dead: float
+
+
+def loads(counts_LE: Tensor) -> list[Load]:
+    """Load statistics of each layer; all zero for a step without tokens."""
+    counts_LE = counts_LE.double()
+    mean_L = counts_LE.mean(-1)
+    violation_L = torch.where(mean_L > 0, counts_LE.amax(-1) / mean_L.clamp_min(1e-300) - 1, 0.0)
+    dead_L = torch.where(mean_L > 0, (counts_LE == 0).double().mean(-1), 0.0)
+    return [Load(v, d) for v, d in zip(violation_L.tolist(), dead_L.tolist(), strict=True)]
+
+
+def bin_range(bias_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower and upper end [] of the interval that holds every r under this bias (appendix D)."""
+    return bias_E.amin(-1) - 1, bias_E.amax(-1) + 1
+
+
+def histogram_quantile(counts_EB: Tensor, low: Tensor, high: Tensor, share: float) -> Tensor:
+    """The `share`-quantile [E] fp32 of each expert's histogram: the first bin whose cumulative count reaches ⌈q⌉,
+    q = share · m, and linear within it (appendix D). Every row counts all m > 0 tokens."""
+    bins = counts_EB.shape[-1]
+    cumulative_EB = counts_EB.long().cumsum(-1)
+    q = share * cumulative_EB[:, -1:].double()
+    bin_E1 = torch.searchsorted(cumulative_EB, q.ceil().long()).clamp_max(bins - 1)
+    inside_E1 = counts_EB.long().gather(-1, bin_E1)
+    before_E1 = cumulative_EB.gather(-1, bin_E1) - inside_E1
+    part_E1 = ((q - before_E1) / inside_E1.clamp_min(1)).clamp(0, 1)
+    return (low + (bin_E1 + part_E1).squeeze(-1) * ((high - low) / bins)).float()
+
+
+class QuantileBalancer:
+    """Accumulates `Tap`s over a step and moves the biases, which are the model's own fp32 buffers [E], in place.
+
+    Modes: "quantile" (histograms), "exact" (all margins of the step; one process only), "sign" (b += γ sign(mean load −
+    load), for comparison), "none" (statistics only). `ema` is the weight of the former bias against the new quantile.
+    """
+
+    def __init__(
+        self,
+        biases: Mapping[int, Tensor],
+        top_k: int,
+        mode: BalanceMode = "quantile",
+        *,
+        bins: int = 1000,
+        ema: float = 0.0,
+        gamma: float = 1e-3,
+    ):
+        if mode not in ("quantile", "exact", "sign", "none"):
+            raise ValueError(f"Unknown balance mode {mode!r}: quantile, exact, sign or none.")
+        if not 0.0 <= ema < 1.0:
+            raise ValueError(f"balance.ema must lie in [0, 1), not {ema}.")
+        if mode == "exact" and _ranks() > 1:
+            raise ValueError('balance.mode "exact" works in one process only; use "quantile".')
+        self.layers, self.top_k, self.mode, self.ema, self.gamma = list(biases), top_k, mode, ema, gamma
+        self.biases = biases
+        self.updates = 0
+        self._margins: dict[int, list[Tensor]] = {layer: [] for layer in biases}
+        first = next(iter(biases.values()))
+        # One buffer is one all-reduce: column 0 holds the loads, the others the histogram.
+        columns = 1 + (bins if mode == "quantile" else 0)
+        self._sums_LEC = torch.zeros(len(biases), first.numel(), columns, dtype=torch.int64, device=first.device)
+
+    def observe(self, taps: Mapping[int, Tap]) -> None:
+        """Adds one micro-batch; `taps` by layer. Raises ValueError if a layer reports less than the mode needs."""
+        for i, layer in enumerate(self.layers):
+            tap = taps[layer]
+            self._sums_LEC[i, :, 0] += tap.counts
+            if self.mode == "quantile":
+                if tap.histogram is None or tap.histogram.shape != self._sums_LEC[i, :, 1:].shape:
+                    raise ValueError(f"Layer {layer} reports no histogram of {self._sums_LEC.shape[2] - 1} bins.")
+                self._sums_LEC[i, :, 1:] += tap.histogram
+            elif self.mode == "exact":
+                if tap.margins is None:
+                    raise ValueError(f"Layer {layer} reports no margins.")
+                self._margins[layer].append(tap.margins.detach().float())
+
+    @torch.no_grad()
+    def update(self) -> list[Load]:
+        """Ends the step: sums over ranks, writes the next step's biases, returns each layer's load in this one."""
+        if _ranks() > 1:
+            dist.all_reduce(self._sums_LEC)
+        found = loads(self._sums_LEC[:, :, 0])
+        for i, layer in enumerate(self.layers):
+            if self.mode != "none" and self._sums_LEC[i, :, 0].any():
+                self._move(self.biases[layer], self._target(i, layer))
+        self.updates += self.mode != "none"
+        self.discard()
+        return found
+
+    def discard(self) -> None:
+        """Forgets the step so far, as after one that was skipped."""
+        self._sums_LEC.zero_()
+        for margins in self._margins.values():
+            margins.clear()
+
+    def state_dict(self) -> dict[str, int]:
+        """The biases are the model's; this is the rest."""
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.updates = int(state["updates"])
+
+    def _target(self, i: int, layer: int) -> Tensor:
+        bias_E, share = self.biases[layer], self.top_k / self.biases[layer].numel()
+        if self.mode == "quantile":
+            return histogram_quantile(self._sums_LEC[i, :, 1:], *bin_range(bias_E), share)
+        if self.mode == "exact":
+            margins_TE = torch.cat(self._margins[layer])
+            return margins_TE.kthvalue(min(len(margins_TE), int(share * len(margins_TE)) + 1), dim=0).values
+        load_E = self._sums_LEC[i, :, 0].double()
+        return bias_E + self.gamma * torch.sign(load_E.mean() - load_E).float()
+
+    def _move(self, bias_E: Tensor, target_E: Tensor) -> None:
+        target_E = target_E - target_E.mean()
+        # Averaging centred biases is averaging the quantiles; the first step has no former one to average with.
+        if self.ema and self.updates and self.mode != "sign":
+            target_E = torch.lerp(target_E, bias_E, self.ema)
+        bias_E.copy_(target_E)
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
