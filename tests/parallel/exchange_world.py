@@ -5,7 +5,7 @@ from parallel.moe import Result, alone, layer, together
 from parallel.threads import run
 
 from perilune.parallel.exchange import Exchange
-from perilune.parallel.fabric import Collective, FabricError
+from perilune.parallel.fabric import Collective, FabricError, Swap
 from perilune.parallel.planner import plan
 from perilune.parallel.routes import count_rows
 
@@ -58,7 +58,9 @@ def check_dtypes_travel(fabric: Collective) -> None:
 def check_different_transfers_are_named(fabric: Collective) -> None:
     """Ranks that fall out of step say who does what instead of hanging."""
     try:
-        fabric.gather(torch.zeros(1)) if fabric.rank else fabric.swap(torch.zeros(0), None, "combine")
+        fabric.gather(torch.zeros(1)) if fabric.rank else fabric.swap(
+            torch.zeros(0), Swap([0] * fabric.size, [0] * fabric.size), "combine"
+        )
     except FabricError as error:
         assert "rank 0: combine" in str(error) and f"rank {fabric.size - 1}: gather" in str(error), error
     else:
