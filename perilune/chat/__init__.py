@@ -23,7 +23,6 @@ from perilune.chat.request import EFFORTS, ChatRequest, declared_tools, read_req
 from perilune.chat.segments import (
     ChatError,
     Segment,
-    Tokenizer,
     encode,
     encode_with_targets,
     image_prompt,
@@ -43,7 +42,6 @@ __all__ = [
     "Reasoning",
     "Reply",
     "Segment",
-    "Tokenizer",
     "ToolCall",
     "declared_tools",
     "encode",

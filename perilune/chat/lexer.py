@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from perilune.chat.segments import CLOSE, END, OPEN, SEP, ChatError, Tokenizer, unescape
+from perilune.chat.segments import CLOSE, END, OPEN, SEP, ChatError, unescape
+from perilune.tokenizer import Tokenizer
 
 TAGS = ("message", "think", "response", "tools", "call", "argument", "json")
 _HOLD = 64  # characters after a marker that may still turn out to be the name of an unknown tag

@@ -14,7 +14,7 @@ from typing import Any
 
 from perilune.chat.calls import CallWriter
 from perilune.chat.lexer import Close, EndOfMessage, Lexeme, Lexer, Open, Text
-from perilune.chat.segments import Tokenizer
+from perilune.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from perilune.chat.segments import (
     MEDIA_PAD,
     ChatError,
     Segment,
-    Tokenizer,
     close_tag,
     element,
     encode,
@@ -26,6 +25,7 @@ from perilune.chat.segments import (
     open_tag,
 )
 from perilune.chat.turns import Call, content_parts, in_call_order, read_arguments, read_calls, read_reasoning
+from perilune.tokenizer import Tokenizer
 
 _DECLARE = "# Tools\nHere are the available tools, described in JSONSchema.\n\n"
 _DECLARE_MORE = (

@@ -7,8 +7,10 @@ across a boundary, and marker-like text that a user typed stays text.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from perilune.tokenizer import Tokenizer
 
 OPEN, CLOSE, SEP, END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
 MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_PAD, MEDIA_END = (
@@ -26,20 +28,6 @@ class ChatError(ValueError):
     def __init__(self, param: str, problem: str) -> None:
         super().__init__(f"{param}: {problem}")
         self.param = param
-
-
-class Tokenizer(Protocol):
-    """What the chat format needs of a tokenizer, be it the released one or one trained here."""
-
-    @property
-    def specials(self) -> Mapping[str, int]:
-        """Ids of the special tokens by name."""
-
-    def encode(self, text: str, allow_special: bool = False) -> list[int]:
-        """Ids of `text`."""
-
-    def decode_bytes(self, ids: list[int]) -> bytes:
-        """The bytes of some ids; they need not end on a character."""
 
 
 class Segment(NamedTuple):

@@ -5,8 +5,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from chat.toy import TOY, ToyTokenizer
-from hypothesis import given
+from chat.toy import TOY, ToyTokenizer, unhurried
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from perilune.chat import (
@@ -19,19 +19,21 @@ from perilune.chat import (
     Prompt,
     Reasoning,
     Reply,
-    Tokenizer,
+    Segment,
+    encode,
     encode_with_targets,
     parse,
     read_request,
     render,
 )
 from perilune.chat.segments import CLOSE, END, OPEN, SEP
-from perilune.tokenizer import Tokenizer as Trained
+from perilune.tokenizer import Tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-LOOKALIKE = st.lists(st.one_of(TEXT, st.sampled_from([*TOY.specials, "&amp;", '"', "think", " "])), max_size=3).map(
-    "".join
-)
+ASCII = st.text(st.characters(codec="ascii"), max_size=12)
+LOOKALIKE = st.lists(
+    st.one_of(TEXT, st.sampled_from([*TOY.specials, "&amp;", "&quot;", '"', "think", " "])), max_size=3
+).map("".join)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | LOOKALIKE,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(LOOKALIKE, inner, max_size=3),
@@ -57,20 +59,58 @@ def said(text: str, channel: str | None = "think", reason: str | None = None) ->
 # ---------------------------------------------------------------- laws
 
 
+@unhurried
 @given(LOOKALIKE, LOOKALIKE, st.lists(CALL, max_size=3), st.booleans())
+@example("r", "c", [("a&quot;b", {"&amp;quot;": "&quot;"})], True)
 def test_what_was_rendered_is_parsed_back(reasoning: str, content: str, calls: list, thinking: bool) -> None:
-    named = [
-        {"id": f"call_{n}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-        for n, (name, arguments) in enumerate(calls)
-    ]
-    message = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": named}
-    prompt = whole(message, thinking)
+    prompt = whole(spoken(reasoning, content, calls), thinking)
     reply = parse(written(prompt, TOY), TOY, "think" if thinking else "response")
     assert reply.reasoning == (reasoning if thinking and reasoning.strip() else None)
     assert reply.content == (content or None)
     assert [(call.name, json.loads(call.arguments)) for call in reply.tool_calls] == calls
     assert reply.finish_reason == ("tool_calls" if calls else "stop")
     assert whole(reply.message(), thinking).ids(TOY) == prompt.ids(TOY)
+
+
+@unhurried
+@given(LOOKALIKE, LOOKALIKE, st.lists(CALL, max_size=2), st.booleans(), st.data())
+def test_forgotten_closes_change_nothing(
+    reasoning: str, content: str, calls: list, thinking: bool, data: st.DataObject
+) -> None:
+    """Every place ends where the next begins, as long as the message ends."""
+    prompt = whole(spoken(reasoning, content, calls), thinking)
+    segments = [segment for segment in prompt.segments if segment.target]
+    closes = [n for n, segment in enumerate(segments) if segment == Segment(CLOSE, control=True, target=True)]
+    forgotten = data.draw(st.sets(st.sampled_from(closes)))
+    kept = [segment for n, segment in enumerate(segments) if not forgotten & {n, n - 1, n - 2}]
+    channel = "think" if thinking else "response"
+    assert parse(encode(kept, TOY), TOY, channel) == parse(encode(segments, TOY), TOY, channel)
+
+
+@unhurried
+@given(ASCII, ASCII, st.lists(CALL, max_size=2), st.booleans(), st.data())
+def test_a_cut_output_says_the_beginning_of_the_same(
+    reasoning: str, content: str, calls: list, thinking: bool, data: st.DataObject
+) -> None:
+    output = written(whole(spoken(reasoning, content, calls), thinking), TOY)
+    channel = "think" if thinking else "response"
+    full = parse(output, TOY, channel)
+    cut = parse(output[: data.draw(st.integers(0, len(output) - 1))], TOY, channel)
+    assert (full.reasoning or "").startswith(cut.reasoning or "")
+    assert (full.content or "").startswith(cut.content or "")
+    assert cut.content is None or cut.reasoning == full.reasoning  # no thought ends up in the answer
+    for one, other in zip(cut.tool_calls, full.tool_calls):
+        got, wanted = json.loads(one.arguments), json.loads(other.arguments)
+        assert one.name == other.name and list(got) == list(wanted)[: len(got)]
+        assert [got[key] for key in list(got)[:-1]] == [wanted[key] for key in list(got)[:-1]]
+
+
+def spoken(reasoning: str, content: str, calls: list) -> dict:
+    named = [
+        {"id": f"call_{n}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for n, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": named}
 
 
 def whole(message: dict, thinking: bool) -> Prompt:
@@ -84,12 +124,12 @@ def written(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def trained() -> Trained:
+def trained() -> Tokenizer:
     texts = ["It rains in Hangzhou. " * 20, "message think response tools call argument role type key index " * 20]
-    return Trained.train(texts, 400)
+    return Tokenizer.train(texts, 400)
 
 
-def test_a_tokenizer_trained_here_serves_as_well(trained: Trained) -> None:
+def test_a_tokenizer_trained_here_serves_as_well(trained: Tokenizer) -> None:
     """The control ids are where that tokenizer has them: at the top of its own vocabulary."""
     call = {
         "id": "call_0",
@@ -127,6 +167,7 @@ BYTES = st.lists(st.integers(0, 255 + len(TOY.specials)), max_size=60)
 CHANNEL = st.sampled_from(["think", "response", None])
 
 
+@unhurried
 @given(STREAM | BYTES, CHANNEL, st.data())
 def test_any_split_of_the_ids_gives_the_same_reply(stream: list[int], channel: str | None, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=8))
@@ -136,6 +177,7 @@ def test_any_split_of_the_ids_gives_the_same_reply(stream: list[int], channel: s
     assert Reply.of(events + parser.finish()) == parse(stream, TOY, channel)
 
 
+@unhurried
 @given(STREAM | BYTES, CHANNEL, st.sampled_from([None, "stop", "length"]))
 def test_whatever_the_model_writes_the_events_are_well_formed(
     stream: list[int], channel: str | None, why: str | None
@@ -158,6 +200,7 @@ def test_whatever_the_model_writes_the_events_are_well_formed(
     )
 
 
+@unhurried
 @given(STREAM, CHANNEL)
 def test_no_marker_leaks(stream: list[int], channel: str | None) -> None:
     reply = parse(stream, TOY, channel)
@@ -165,12 +208,14 @@ def test_no_marker_leaks(stream: list[int], channel: str | None) -> None:
     assert not any("<|" in text or "|>" in text or "EOS" in text for text in shown if text)
 
 
+@unhurried
 @given(st.lists(st.one_of(TAG.filter(lambda tag: "json" not in tag), CONTROL, HEADERS, WORDS), max_size=25), CHANNEL)
 def test_typed_arguments_always_end_as_one_json_object(pieces: list[str], channel: str | None) -> None:
     for call in parse(ids("".join(pieces)), TOY, channel).tool_calls:
         assert isinstance(json.loads(call.arguments), dict)
 
 
+@unhurried
 @given(BYTES.map(lambda stream: [token for token in stream if token < 256]))
 def test_content_is_the_decoded_text(stream: list[int]) -> None:
     assert (parse(stream, TOY, "response").content or "") == bytes(stream).decode("utf-8", "replace")
@@ -195,7 +240,8 @@ S = '<|open|>argument key="s" type="string"<|sep|>ab'
         (f"{CALL_F}{X}{S}", None, None, [("f", '{"x":1,"s":"ab"}')]),
         (f"{CALL_F}{X}{CALL_F}{S}<|end_of_msg|>", None, None, [("f", '{"x":1}'), ("f", '{"s":"ab"}')]),
         (f"{CALL_F}{X}<|close|>message<|sep|>junk", None, None, [("f", '{"x":1}')]),
-        (f"{CALL_F}{S}<|open|>response<|sep|>late", None, "late", [("f", '{"s":"ab"}')]),
+        (f"{CALL_F}{X}<|open|>response<|sep|>late", None, "late", [("f", '{"x":1}')]),
+        ("a<|open|>response<|sep|>b<|close|>response<|sep|>c<|open|>response<|sep|>d", "a", "bd", []),
         ("a<|close|>thi", "a", None, []),
         ("a<|open|>response", "a", None, []),
         ('a<|open|>call tool="f" ind', "a", None, []),
@@ -240,6 +286,27 @@ def test_slips_are_forgiven(text: str, reasoning: str | None, content: str | Non
 def test_arguments_keep_their_type_and_spelling(kind: str, value: str, json_text: str) -> None:
     text = f'{CALL_F}<|open|>argument key="k" type="{kind}"<|sep|>{value}<|close|>argument<|sep|><|close|>call<|sep|>'
     assert said(text)[2] == [("f", f'{{"k":{json_text}}}')]
+
+
+def test_blanks_before_a_tag_are_nobody_s() -> None:
+    assert said("\n<|open|>think<|sep|>a<|close|>think<|sep|>b", None)[:2] == ("a", "b")
+    assert said("\n b", None)[:2] == (None, "\n b")
+
+
+def test_a_character_that_a_tag_cuts_in_half_stays_on_its_side() -> None:
+    reply = parse([*b"a", *"é".encode()[:1], *ids("<|open|>response<|sep|>b")], TOY)
+    assert (reply.reasoning, reply.content) == ("a\ufffd", "b")
+
+
+def test_prose_after_a_stray_marker_is_not_held_back_for_long() -> None:
+    parser = Parser(TOY)
+    assert parser.feed(ids("<|open|>" + "b" * 64)) == []
+    assert parser.feed(ids("b")) == [Reasoning("b" * 65)]
+
+
+def test_a_call_is_over_before_the_next_channel_speaks() -> None:
+    events = Parser(TOY).feed(ids(f"{CALL_F}{S}<|open|>response<|sep|>late"))
+    assert events == [CallStart(0, "f"), CallArguments(0, '{"s":"ab"}'), Content("late")]
 
 
 def test_deltas_come_as_early_as_they_are_sure() -> None:

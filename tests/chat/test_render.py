@@ -1,7 +1,7 @@
 """Rendering laws and the rules that no golden vector shows."""
 
 import pytest
-from chat.toy import TOY, ToyTokenizer
+from chat.toy import TOY, ToyTokenizer, unhurried
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +44,7 @@ def assistant(**more: object) -> dict:
     return {"role": "assistant", "content": "", **more}
 
 
+@unhurried
 @given(WILD, WILD.filter(bool), WILD.filter(bool), WILD, WILD)
 def test_control_ids_never_come_from_content(content: str, name: str, tool: str, key: str, value: str) -> None:
     def controls(*texts: str) -> list[int]:
@@ -58,6 +59,7 @@ def test_control_ids_never_come_from_content(content: str, name: str, tool: str,
     assert controls(content, name, tool, key, value) == controls("c", "n", "t", "k", "v")
 
 
+@unhurried
 @given(WILD)
 def test_text_survives_encoding(content: str) -> None:
     assert TOY.decode_bytes(encode([Segment(content)], TOY)).decode() == content
@@ -67,6 +69,11 @@ def test_results_follow_their_calls() -> None:
     text = text_of(user(), assistant(tool_calls=CALLS), result("b", "two", name="stale"), result("a", "one"))
     assert text.index('tool="first" index="1"<|sep|>one') < text.index('tool="second" index="2"<|sep|>two')
     assert "stale" not in text
+
+
+def test_results_count_from_one_after_each_assistant_message() -> None:
+    turn = [assistant(tool_calls=CALLS), result("a", "one"), result("b", "two")]
+    assert text_of(user(), *turn, user(), *turn).count('tool="first" index="1"<|sep|>one') == 2
 
 
 def test_a_run_with_a_stranger_stays_as_it_came() -> None:

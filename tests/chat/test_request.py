@@ -1,6 +1,7 @@
 """Options: who wins, and what is refused."""
 
 import pytest
+from chat.toy import unhurried
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,6 +122,7 @@ JUNK = st.recursive(
 KEYS = ["messages", "tools", "tool_choice", "response_format", "thinking", "reasoning_effort", "chat_template_kwargs"]
 
 
+@unhurried
 @given(st.dictionaries(st.sampled_from(KEYS), JUNK), st.lists(st.dictionaries(st.just("role"), st.just("user")) | JUNK))
 def test_junk_is_refused_in_words_or_rendered(body: dict, messages: list) -> None:
     """Whatever a client sends, the only error is ChatError."""

@@ -5,6 +5,8 @@ Its special ids lie in no released order, which shows that the format takes them
 
 import re
 
+from hypothesis import settings
+
 from perilune.chat.segments import CLOSE, END, MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, MEDIA_PAD, OPEN, SEP
 
 
@@ -28,3 +30,4 @@ class ToyTokenizer:
 
 
 TOY = ToyTokenizer()
+unhurried = settings(deadline=None)  # the first example may wait for a core
