@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from perilune.ops.kda.chunk import chunk
 from perilune.ops.kda.reference import accumulating, log_decay, reference, spread, step, unit
 
 log = logging.getLogger(__name__)
 
 EXPORT_MULTIPLE = 16
 
-IMPLS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor | None]]] = {"reference": reference}
+IMPLS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor | None]]] = {"reference": reference, "chunk": chunk}
 
 
 def kda(
@@ -129,7 +130,7 @@ def _choose(impl: str, device: str) -> str:
 @functools.cache
 def _auto(device: str) -> str:
     """Decided once a device type and said once."""
-    name = "chunk" if "chunk" in IMPLS else "reference"
+    name = "chunk"
     log.info("kda on %s runs the %s implementation", device, name)
     return name
 
