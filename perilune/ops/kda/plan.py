@@ -101,8 +101,8 @@ def plan_chunks(
 def chunk_size(lengths: tuple[int, ...], largest: int) -> int:
     """The power of two up to `largest` with the least work.
 
-    A chunk costs its slots, its C×C matrices and a step of the scan: C·(96 + C) + 4096 in units that fit a CPU and 32 to
-    64 channels. Short sequences waste slots, so they get smaller chunks.
+    A chunk costs its slots, its C×C matrices and a step of the scan: C·(96 + C) + 4096 in units that fit a CPU and 32
+    to 64 channels. Short sequences waste slots, so they get smaller chunks.
     """
     longest = max(lengths, default=1)
     spans = np.asarray(lengths or (1,))
