@@ -3,9 +3,10 @@
     A_ij = Σ_d x_id k_jd exp(G_id − G_jd),  i ≥ j,        G the running sum of the log-decay g ≤ 0
 
 A dense product wants exp(G_i) and exp(−G_j) apart, and the second overflows. So the chunk is cut into tiles so small
-that |G − anchor| stays below 40 nats in each (anchor: the tile's middle token): e^±40 and their products are ordinary fp32 numbers, so the masked half is finite too and may be multiplied by zero. Between tiles the products are
-anchored at the border of two halves, where both exponents are ≤ 0, by recursive halving. Mild gates make the whole
-chunk one tile; a tile of one token holds for any gate. One exp a token and channel: exp(−x) is 1/exp(x) in this range.
+that |G − anchor| stays below 40 nats in each (anchor: the tile's middle token): e^±40 and their products are ordinary
+fp32 numbers, so the masked half is finite too and may be multiplied by zero. Between tiles the products are anchored
+at the border of two halves, where both exponents are ≤ 0, by recursive halving. Mild gates make the whole chunk one
+tile; a tile of one token holds for any gate. One exp a token and channel: exp(−x) is 1/exp(x) in this range.
 Shapes: m chunk·head, C tokens a chunk, n tiles of c tokens (n·c = C), K key channels, G = K or 1.
 """
 
