@@ -68,7 +68,7 @@ def test_golden_gradients(name: str, dtype: torch.dtype, impl: str, vectors) -> 
     case = {key.removeprefix(name + "."): x for key, x in tensors.items() if key.startswith(name + ".")}
     leaves = {key.removeprefix("grad."): None for key in case if key.startswith("grad.")}
     for key in leaves:
-        case[key] = case[key].to(dtype).requires_grad_()
+        case[key] = case[key].to(dtype, copy=True).requires_grad_()
     o, ht, _ = run(case, metas[name], dtype, impl)
     torch.autograd.backward((o, ht), (case["do"].to(dtype), case["dht"].to(dtype)))
     for key in leaves:
