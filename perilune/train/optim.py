@@ -27,7 +27,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 MOMENTUM = 0.95
 UPDATE_RMS = 0.2  # RMS of an entry of a Muon update at η = 1, about AdamW's, so that both share a schedule
 _SMALLEST_NORM = 1e-20  # below it squares vanish in fp32; a zero gradient gives a zero update
-_STACK_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}  # CPU: scratch stays in the L2 cache; GPU: it stays below 1 GiB
+_STACK_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}  # CPU: scratch stays in the L2 cache; GPU: it stays below 1 GiB
 
 Mode = Literal["per_head", "whole", "adamw"]
 
