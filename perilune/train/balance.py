@@ -1,7 +1,7 @@
 """Router biases of a training run: Quantile Balancing over whole steps (report §2.3.3, appendix D).
 
     r_ij = α_i − s_ij             the bias that would put expert j at token i's cutoff
-    H_j  = histogram of r_·j      B bins over [b_min − 1, b_max + 1], summed over micro-batches and ranks
+    H_j  = histogram of r_·j      summed over micro-batches and ranks; the rules are in ops.quantile
     b̂_j  = the (k/n)-quantile of r_·j read from H_j;   b <- b̂ − mean b̂, used from the next step on
 
 Each MoE layer returns a `Tap` a forward pass. The balancer adds them up without communication; `update`, once a step,
@@ -16,6 +16,8 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from perilune.ops.quantile import BINS, centred, exact_quantile, histogram_quantile, sign_step
 
 BalanceMode = Literal["quantile", "exact", "sign", "none"]
 
@@ -62,24 +64,6 @@ def loads(counts_LE: Tensor) -> list[Load]:
     return [Load(v, d) for v, d in zip(violation_L.tolist(), dead_L.tolist(), strict=True)]
 
 
-def bin_range(bias_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower and upper end [] of the interval that holds every r under this bias (appendix D)."""
-    return bias_E.amin(-1) - 1, bias_E.amax(-1) + 1
-
-
-def histogram_quantile(counts_EB: Tensor, low: Tensor, high: Tensor, share: float) -> Tensor:
-    """The `share`-quantile [E] fp32 of each expert's histogram: the first bin whose cumulative count reaches ⌈q⌉,
-    q = share · m, and linear within it (appendix D). Every row counts all m > 0 tokens."""
-    bins = counts_EB.shape[-1]
-    cumulative_EB = counts_EB.long().cumsum(-1)
-    q = share * cumulative_EB[:, -1:].double()
-    bin_E1 = torch.searchsorted(cumulative_EB, q.ceil().long()).clamp_max(bins - 1)
-    inside_E1 = counts_EB.long().gather(-1, bin_E1)
-    before_E1 = cumulative_EB.gather(-1, bin_E1) - inside_E1
-    part_E1 = ((q - before_E1) / inside_E1.clamp_min(1)).clamp(0, 1)
-    return (low + (bin_E1 + part_E1).squeeze(-1) * ((high - low) / bins)).float()
-
-
 class QuantileBalancer:
     """Accumulates `Tap`s over a step and moves the biases, which are the model's own fp32 buffers [E], in place.
 
@@ -93,7 +77,7 @@ class QuantileBalancer:
         top_k: int,
         mode: BalanceMode = "quantile",
         *,
-        bins: int = 1000,
+        bins: int = BINS,
         ema: float = 0.0,
         gamma: float = 1e-3,
     ):
@@ -153,17 +137,15 @@ class QuantileBalancer:
         self.updates = int(state["updates"])
 
     def _target(self, i: int, layer: int) -> Tensor:
-        bias_E, share = self.biases[layer], self.top_k / self.biases[layer].numel()
+        bias_E = self.biases[layer]
         if self.mode == "quantile":
-            return histogram_quantile(self._sums_LEC[i, :, 1:], *bin_range(bias_E), share)
+            return histogram_quantile(self._sums_LEC[i, :, 1:], bias_E, self.top_k)
         if self.mode == "exact":
-            margins_TE = torch.cat(self._margins[layer])
-            return margins_TE.kthvalue(min(len(margins_TE), int(share * len(margins_TE)) + 1), dim=0).values
-        load_E = self._sums_LEC[i, :, 0].double()
-        return bias_E + self.gamma * torch.sign(load_E.mean() - load_E).float()
+            return exact_quantile(torch.cat(self._margins[layer]), self.top_k)
+        return sign_step(bias_E, self._sums_LEC[i, :, 0], self.gamma)
 
     def _move(self, bias_E: Tensor, target_E: Tensor) -> None:
-        target_E = target_E - target_E.mean()
+        target_E = centred(target_E)
         # Averaging centred biases is averaging the quantiles; the first step has no former one to average with.
         if self.ema and self.updates and self.mode != "sign":
             target_E = torch.lerp(target_E, bias_E, self.ema)
