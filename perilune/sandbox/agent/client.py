@@ -1,0 +1,429 @@
+"""The host's end of a guest's agent: many streams over one socket, kept across pause and resume."""
+
+import contextlib
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from perilune.sandbox.agent import wire
+from perilune.sandbox.agent.wire import CHUNK, INBOX, Command, Frame, Op, Parser, Type
+from perilune.sandbox.errors import Conflict, GuestError, MachineLost, NotFound, SandboxError, TimedOut
+from perilune.sandbox.vmm.qmp import connect
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a stream says. Output must be `done()` by whoever consumed it, or its stream stalls."""
+
+    type: Type
+    channel: int = 0
+    data: bytes = b""
+    done: Callable[[], None] = lambda: None
+    error: SandboxError | None = None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The payload as little-endian i32: pid, or exit code and signal."""
+        return struct.unpack(f"<{len(self.data) // 4}i", self.data[: len(self.data) // 4 * 4])
+
+
+Sink = Callable[[Event], None]
+
+
+class Stream:
+    """One command, file operation or connection in the guest. Any number of sinks listen; without one, output is
+    dropped."""
+
+    def __init__(self, agent: "Agent", number: int, command: Command | None = None) -> None:
+        self.agent, self.number, self.command = agent, number, command
+        self.pid = 0
+        self.over: Event | None = None
+        self._sinks: list[Sink] = []
+        self._room = INBOX
+        self._changed = threading.Condition()
+
+    def listen(self, sink: Sink) -> None:
+        """Deliver what comes to `sink` (from the reader's thread); an ended stream tells its end at once."""
+        with self._changed:
+            self._sinks.append(sink)
+            over = self.over
+        if over:
+            sink(over)
+
+    def ignore(self, sink: Sink) -> None:
+        """Stop delivering to `sink`."""
+        with self._changed:
+            if sink in self._sinks:
+                self._sinks.remove(sink)
+
+    def deliver(self, frame: Frame) -> None:
+        """A frame of this stream has come (reader's thread)."""
+        kind = Type(frame.type)
+        if kind is Type.CREDIT:
+            self._add_room(*struct.unpack("<I", frame.payload))
+            return
+        if kind is Type.STARTED:
+            (self.pid,) = struct.unpack("<i", frame.payload)
+        with self._changed:
+            sinks = list(self._sinks)
+        event = Event(kind, frame.channel, frame.payload, self._granter(len(frame.payload), len(sinks)))
+        if kind is Type.FAILED:
+            (number,) = struct.unpack_from("<i", frame.payload)
+            event = Event(kind, error=GuestError(number, frame.payload[4:].decode(errors="replace")))
+        if kind in (Type.EXITED, Type.FAILED):
+            self._finish(event)
+            return
+        for sink in sinks:
+            sink(event)
+        if kind is Type.DATA and not sinks:
+            self.agent.send(Type.CREDIT, self.number, struct.pack("<I", len(frame.payload)))
+
+    def _granter(self, size: int, listeners: int) -> Callable[[], None]:
+        """Called once by each listener; the last one returns the credit."""
+        left = [listeners]
+
+        def done() -> None:
+            left[0] -= 1
+            if left[0] == 0 and not self.over:
+                with contextlib.suppress(SandboxError):
+                    self.agent.send(Type.CREDIT, self.number, struct.pack("<I", size))
+
+        return done
+
+    def _finish(self, event: Event) -> None:
+        self.agent.forget(self.number)
+        with self._changed:
+            self.over, sinks = event, list(self._sinks)
+            self._changed.notify_all()
+        for sink in sinks:
+            sink(event)
+
+    def lose(self, error: SandboxError) -> None:
+        """The machine is gone."""
+        if not self.over:
+            self._finish(Event(Type.FAILED, error=error))
+
+    def _add_room(self, size: int) -> None:
+        with self._changed:
+            self._room += size
+            self._changed.notify_all()
+
+    def set_room(self, size: int) -> None:
+        """What the guest says it can take (after a list)."""
+        self._room = size
+
+    def write(self, data: bytes, timeout_s: float = 60.0) -> None:
+        """To the guest's side; waits while the guest does not read. MachineLost or NotFound when it cannot any more."""
+        view, until = memoryview(data), time.monotonic() + timeout_s
+        while view:
+            with self._changed:
+                while not self._room and not self.over:
+                    if not self._changed.wait(max(0.0, until - time.monotonic())):
+                        raise TimedOut(f"the process did not read its input for {timeout_s:.0f} s")
+                if self.over:
+                    raise self.over.error or NotFound("the process has ended")
+                size = min(self._room, len(view), CHUNK)
+                self._room -= size
+            self.agent.send(Type.DATA, self.number, bytes(view[:size]))
+            view = view[size:]
+
+    def end_input(self) -> None:
+        """Close the guest's standard input, or this direction of a connection."""
+        self.agent.send(Type.END, self.number)
+
+    def signal(self, number: int) -> None:
+        """To the command's process group."""
+        self.agent.send(Type.SIGNAL, self.number, struct.pack("<i", number))
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Of the terminal."""
+        self.agent.send(Type.RESIZE, self.number, struct.pack("<HH", columns, rows))
+
+    def close(self) -> None:
+        """Forget the stream; a command or operation that still runs is killed."""
+        if not self.over:
+            self.agent.forget(self.number)
+            with contextlib.suppress(SandboxError):
+                self.agent.send(Type.CLOSE, self.number)
+
+
+class Inbox:
+    """A sink that is read by blocking."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def __call__(self, event: Event) -> None:
+        self._queue.put(event)
+
+    def get(self, timeout_s: float | None) -> Event:
+        """The next event; TimedOut, or the error that ended the stream."""
+        try:
+            event = self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimedOut(f"no answer from the guest within {timeout_s:.1f} s") from None
+        if event.error:
+            raise event.error
+        return event
+
+
+class Agent:
+    """A guest's agent as the host sees it. Thread-safe. `verdict` explains a lost connection."""
+
+    def __init__(self, verdict: Callable[[], Exception | None] = lambda: None) -> None:
+        self.verdict = verdict
+        self.lost: SandboxError | None = None
+        self._streams: dict[int, Stream] = {}
+        self._number = secrets.randbelow(1 << 20) + 1
+        self._lock = threading.Lock()
+        self._gate = threading.Condition(threading.Lock())
+        self._quiet, self._closed = True, False
+        self._socket: socket.socket | None = None
+        self._reader: threading.Thread | None = None
+
+    # ---- connection ----
+
+    def attach(self, path: Path, pid: int | None = None) -> None:
+        """Connect to a (possibly still stopped) machine's port. Nothing is sent before `hello` or `identify`."""
+        self._socket = connect(path, 10.0, pid)
+        self._quiet, self._closed, self.lost = True, False, None
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._reader = threading.Thread(target=self._read, args=(self._socket,), daemon=True, name="agent")
+        self._reader.start()
+
+    def detach(self) -> None:
+        """Close the connection and keep the streams: the guest is paused and will come back."""
+        self._closed = True
+        if self._socket:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+        if self._reader and self._reader is not threading.current_thread():
+            self._reader.join(5.0)
+
+    def close(self, error: SandboxError | None = None) -> None:
+        """Detach for good; whoever waits for a stream is told."""
+        self.detach()
+        self._lose(error or NotFound("the sandbox was killed"))
+
+    def _read(self, source: socket.socket) -> None:
+        parser = Parser()
+        error: SandboxError | None = None
+        while not self._closed:
+            try:
+                data = source.recv(1 << 18)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            try:
+                for frame in parser.feed(data):
+                    self._dispatch(frame)
+            except (SandboxError, struct.error, ValueError) as lie:
+                error = MachineLost(f"the guest agent broke the protocol: {lie}")
+                break
+        if not self._closed:
+            verdict = error or self.verdict()
+            self._lose(
+                verdict if isinstance(verdict, SandboxError) else MachineLost("the guest agent's connection is lost")
+            )
+
+    def _dispatch(self, frame: Frame) -> None:
+        stream = self._streams.get(frame.stream)
+        if stream:
+            stream.deliver(frame)
+
+    def _lose(self, error: SandboxError) -> None:
+        self.lost = error
+        with self._gate:
+            self._gate.notify_all()
+        for stream in list(self._streams.values()):
+            stream.lose(error)
+
+    def forget(self, number: int) -> None:
+        """A stream is over."""
+        self._streams.pop(number, None)
+
+    # ---- sending ----
+
+    def send(self, kind: Type, stream: int, payload: bytes = b"") -> None:
+        """One frame; waits while the guest is held still for a checkpoint."""
+        data = Frame(kind, 0, stream, payload).pack()
+        while True:
+            with self._gate:
+                while self._quiet and not self.lost:
+                    if not self._gate.wait(60.0):
+                        raise Conflict("the sandbox is paused")
+            with self._lock:
+                if not self._quiet or self.lost:
+                    self._put(data)
+                    return
+
+    def _put(self, data: bytes) -> None:
+        if self.lost:
+            raise self.lost
+        try:
+            assert self._socket is not None
+            self._socket.sendall(data)
+        except OSError:
+            verdict = self.verdict()
+            raise (verdict if isinstance(verdict, SandboxError) else MachineLost("the guest agent is gone")) from None
+
+    def _open(self, command: Command | None = None) -> Stream:
+        with self._lock:
+            self._number += 1
+            stream = self._streams[self._number] = Stream(self, self._number, command)
+        return stream
+
+    def _control(self, kind: Type, payload: bytes, timeout_s: float) -> Event:
+        """A request that is answered by a frame of its own type, sent even while held still."""
+        stream, inbox = self._open(), Inbox()
+        stream.listen(inbox)
+        try:
+            with self._lock:
+                self._put(Frame(kind, 0, stream.number, payload).pack())
+            return inbox.get(timeout_s)
+        finally:
+            self.forget(stream.number)
+
+    # ---- the machine ----
+
+    def hello(self, timeout_s: float = 60.0) -> None:
+        """Find the frame boundary: whatever an earlier host left half-read is skipped up to our nonce. Then `start`."""
+        nonce, seen = os.urandom(16), b""
+        assert self._socket is not None
+        self._put(Frame(Type.HELLO, 0, 0, nonce).pack())
+        self._socket.settimeout(timeout_s)
+        try:
+            while nonce not in seen:
+                part = self._socket.recv(4096)
+                if not part:
+                    verdict = self.verdict()
+                    raise verdict if verdict else MachineLost("the guest ended before its agent answered")
+                seen = seen[-32:] + part
+        except TimeoutError:
+            raise TimedOut(f"the guest's agent did not answer within {timeout_s:.0f} s") from None
+        self._socket.settimeout(None)
+        self.start()
+
+    def identify(self, payload: bytes, timeout_s: float = 20.0) -> None:
+        """Clock, entropy, name, network, environment (wire.identity); ends a quiet time."""
+        self._control(Type.IDENTITY, payload, timeout_s)
+        with self._gate:
+            self._quiet = False
+            self._gate.notify_all()
+
+    def quiesce(self, timeout_s: float = 20.0) -> None:
+        """Nothing is under way in either direction until `identify`: the moment a checkpoint may be taken."""
+        with self._lock:
+            self._quiet = True
+        try:
+            self._control(Type.QUIESCE, b"", timeout_s)
+        except SandboxError:
+            with self._gate:
+                self._quiet = False
+                self._gate.notify_all()
+            raise
+
+    def power(self, reboot: bool) -> None:
+        """Stop the guest, or boot it again."""
+        self.send(Type.POWER, 0, b"\1" if reboot else b"\0")
+
+    def inventory(self, timeout_s: float = 10.0) -> list[Stream]:
+        """The commands that run in the guest; makes streams for those that this host does not know (after adopt or
+        fork)."""
+        stream, inbox, found = self._open(), Inbox(), []
+        stream.listen(inbox)
+        self.send(Type.LIST, stream.number)
+        while (event := inbox.get(timeout_s)).type is Type.DATA:
+            number, pid, room, length = struct.unpack_from("<IIII", event.data)
+            command = Command.unpack(event.data[16 : 16 + length])
+            with self._lock:
+                known = self._streams.setdefault(number, Stream(self, number, command))
+                self._number = max(self._number, number)
+            known.pid = pid
+            known.set_room(room)
+            found.append(known)
+        return found
+
+    @property
+    def commands(self) -> list[Stream]:
+        """The commands known to run."""
+        return [stream for stream in list(self._streams.values()) if stream.command and stream.pid and not stream.over]
+
+    # ---- streams ----
+
+    def execute(self, command: Command, sink: Sink) -> Stream:
+        """Start a command; `sink` hears STARTED, DATA, and EXITED or FAILED."""
+        stream = self._open(command)
+        stream.listen(sink)
+        self.send(Type.EXEC, stream.number, command.pack())
+        return stream
+
+    def connect(self, port: int, sink: Sink) -> Stream:
+        """A TCP connection to a port on the guest's loopback."""
+        stream = self._open()
+        stream.listen(sink)
+        self.send(Type.CONNECT, stream.number, struct.pack("<H", port))
+        return stream
+
+    def operate(self, payload: bytes, sink: Sink) -> Stream:
+        """Start a file operation (wire.operation)."""
+        stream = self._open()
+        stream.listen(sink)
+        self.send(Type.OP, stream.number, payload)
+        return stream
+
+    def call(
+        self, op: Op, user: str, first: str = "", second: str = "", number: int = 0, timeout_s: float = 60.0
+    ) -> bytes:
+        """A file operation from start to end: its records, or GuestError with its errno."""
+        return b"".join(self.read(op, user, first, second, number, timeout_s))
+
+    def read(
+        self, op: Op, user: str, first: str = "", second: str = "", number: int = 0, timeout_s: float = 60.0
+    ) -> Iterator[bytes]:
+        """The same, piece by piece."""
+        inbox = Inbox()
+        stream = self.operate(wire.operation(op, user, first, second, number), inbox)
+        try:
+            while (event := inbox.get(timeout_s)).type is not Type.EXITED:
+                event.done()
+                if event.type is Type.DATA and event.channel == wire.OUTPUT:
+                    yield event.data
+        finally:
+            stream.close()
+        check(event, first)
+
+    def write(self, user: str, path: str, pieces: Iterator[bytes], mode: int = 0, timeout_s: float = 60.0) -> None:
+        """Create or replace a file (and its parent directories)."""
+        inbox = Inbox()
+        stream = self.operate(wire.operation(Op.WRITE, user, path, "", mode), inbox)
+        try:
+            for piece in pieces:
+                with contextlib.suppress(NotFound):  # the operation failed already: its errno follows
+                    stream.write(piece, timeout_s)
+            if not stream.over:
+                stream.end_input()
+            while (event := inbox.get(timeout_s)).type is not Type.EXITED:
+                event.done()
+        finally:
+            stream.close()
+        check(event, path)
+
+
+def check(event: Event, path: str) -> None:
+    """GuestError when an operation's EXITED event carries an errno."""
+    code, signal = event.numbers
+    if code or signal:
+        reason = os.strerror(code) if code > 0 else f"the operation was killed by signal {signal}"
+        raise GuestError(code, f"{path or 'the guest'}: {reason}")

@@ -1,0 +1,172 @@
+"""What exists, in SQLite: sandboxes with their state, snapshot and template names. Survives kill -9 of any process."""
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from perilune.sandbox.errors import NotFound
+from perilune.sandbox.vmm.driver import Rates, Shape
+
+
+class Phase(StrEnum):
+    """Where a sandbox stands. The -ING phases are only seen by others while their call is under way."""
+
+    CREATING = "creating"
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    RESUMING = "resuming"
+    LOST = "lost"  # its machine died; the last pause, if any, can be resumed with recover=True
+    KILLED = "killed"
+
+
+@dataclass
+class Network:
+    """What a sandbox may reach. `allow` wins over `deny`; entries are CIDRs, addresses or (allow only) domains."""
+
+    internet: bool = False
+    allow: list[str] = field(default_factory=list)
+    deny: list[str] = field(default_factory=list)
+    public: bool = True  # its ports are served without a traffic token
+
+
+@dataclass
+class Record:
+    """One sandbox."""
+
+    id: str
+    template: str
+    phase: Phase = Phase.CREATING
+    shape: Shape = field(default_factory=Shape)
+    rates: Rates = field(default_factory=Rates)
+    processes: int = 2048  # most processes inside
+    created: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.time)
+    end: float | None = None  # wall clock at which the timeout strikes
+    on_timeout: str = "pause"  # or kill
+    pause_mode: str = "full"  # or disk: what a timeout's pause keeps
+    auto_resume: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    user: str = "root"
+    workdir: str = ""
+    network: Network = field(default_factory=Network)
+    secure: bool = False
+    snapshot: str = ""  # the last pause
+    fault: str = ""  # why it is lost
+    folder: str = ""  # of the machine, in run/
+    base: str = ""  # memory base it runs on
+    top: str = ""  # disk layer it writes to
+    pid: int = 0
+    pid_started: int = 0
+    owner: int = 0  # process that drives it
+    owner_started: int = 0
+
+
+def dump(record: Record) -> str:
+    """To JSON."""
+    return json.dumps(asdict(record))
+
+
+def parse(text: str) -> Record:
+    """The inverse."""
+    body = json.loads(text)
+    body["shape"], body["rates"] = Shape(**body["shape"]), Rates(**body["rates"])
+    body["network"], body["phase"] = Network(**body["network"]), Phase(body["phase"])
+    return Record(**body)
+
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sandboxes (id TEXT PRIMARY KEY, phase TEXT, created REAL, data TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS names (name TEXT PRIMARY KEY, snapshot TEXT NOT NULL, sandbox TEXT, created REAL);
+CREATE TABLE IF NOT EXISTS kept (snapshot TEXT PRIMARY KEY, kind TEXT NOT NULL, sandbox TEXT, created REAL);
+"""
+
+
+class Catalogue:
+    """Thread-safe; several processes may open the same file."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.RLock()
+        self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.executescript(_SCHEMA)
+
+    def _rows(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    def put(self, record: Record) -> None:
+        """Insert or replace."""
+        self._rows(
+            "INSERT OR REPLACE INTO sandboxes VALUES (?,?,?,?)",
+            record.id, record.phase, record.created, dump(record),
+        )  # fmt: skip
+
+    def get(self, identity: str) -> Record:
+        """NotFound when there is none."""
+        rows = self._rows("SELECT data FROM sandboxes WHERE id=?", identity)
+        if not rows:
+            raise NotFound(f"sandbox {identity!r} was not found")
+        return parse(rows[0][0])
+
+    def drop(self, identity: str) -> None:
+        """Forget a sandbox."""
+        self._rows("DELETE FROM sandboxes WHERE id=?", identity)
+
+    def all(self) -> list[Record]:
+        """Newest first."""
+        return [parse(data) for (data,) in self._rows("SELECT data FROM sandboxes ORDER BY created DESC, id")]
+
+    # ---- snapshots that stay until they are deleted, and their names ----
+
+    def keep(self, snapshot: str, kind: str, sandbox: str, names: list[str]) -> None:
+        """A template or a snapshot the user asked for; a name moves to the newest that claims it."""
+        now = time.time()
+        with self._lock:
+            self._db.execute("BEGIN")
+            self._db.execute("INSERT OR REPLACE INTO kept VALUES (?,?,?,?)", (snapshot, kind, sandbox, now))
+            for name in names:
+                self._db.execute("INSERT OR REPLACE INTO names VALUES (?,?,?,?)", (name, snapshot, sandbox, now))
+            self._db.execute("COMMIT")
+
+    def unkeep(self, snapshot: str) -> bool:
+        """Forget it and its names; False when it was not kept."""
+        known = bool(self._rows("SELECT 1 FROM kept WHERE snapshot=?", snapshot))
+        with self._lock:
+            self._db.execute("BEGIN")
+            self._db.execute("DELETE FROM kept WHERE snapshot=?", (snapshot,))
+            self._db.execute("DELETE FROM names WHERE snapshot=?", (snapshot,))
+            self._db.execute("COMMIT")
+        return known
+
+    def unname(self, name: str) -> None:
+        """Forget one name."""
+        self._rows("DELETE FROM names WHERE name=?", name)
+
+    def resolve(self, name: str) -> str | None:
+        """The snapshot behind a name or an id that is kept."""
+        rows = self._rows("SELECT snapshot FROM names WHERE name=?", name)
+        rows = rows or self._rows("SELECT snapshot FROM kept WHERE snapshot=?", name)
+        return rows[0][0] if rows else None
+
+    def names(self, snapshot: str) -> list[str]:
+        """Its names, oldest first."""
+        return [
+            name for (name,) in self._rows("SELECT name FROM names WHERE snapshot=? ORDER BY created, name", snapshot)
+        ]
+
+    def kept(self) -> Iterator[tuple[str, str, str, float]]:
+        """(snapshot, kind, sandbox it came from, created), newest first."""
+        yield from self._rows("SELECT snapshot, kind, sandbox, created FROM kept ORDER BY created DESC, snapshot")
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._lock:
+            self._db.close()

@@ -1,0 +1,68 @@
+"""A directory tree as a raw ext4 image: what a sandbox's disk stands on."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from perilune.sandbox.errors import InvalidRequest, SandboxError, SetupMissing
+from perilune.sandbox.files import temporary
+
+
+def prepare(tree: Path) -> None:
+    """What every guest needs in its root, whatever image it came from: mount points, host files, the user `user`."""
+    for name in ("dev", "proc", "sys", "run", "tmp", "root", "etc"):
+        if not (tree / name).is_symlink():
+            (tree / name).mkdir(exist_ok=True)
+    (tree / "tmp").chmod(0o1777)
+    for name, text in (("passwd", "root:x:0:0:root:/root:/bin/sh\n"), ("group", "root:x:0:\ntty:x:5:\n")):
+        if not (tree / "etc" / name).exists():
+            (tree / "etc" / name).write_text(text)
+    for name in ("hostname", "resolv.conf"):  # the host says what they are after every resume
+        (tree / "etc" / name).unlink(missing_ok=True)
+        (tree / "etc" / name).symlink_to(f"/run/perilune/{name}")
+    hosts = tree / "etc" / "hosts"
+    if not hosts.exists() or not hosts.stat().st_size:
+        hosts.write_text("127.0.0.1 localhost\n::1 localhost\n")
+    _add_user(tree)
+
+
+def _add_user(tree: Path) -> None:
+    passwd, group = tree / "etc" / "passwd", tree / "etc" / "group"
+    lines = [line.split(":") for line in passwd.read_text().splitlines() if line.count(":") >= 6]
+    if any(line[0] == "user" for line in lines):
+        return
+    number = max([1000, *(int(line[2]) + 1 for line in lines if line[2].isdigit() and 1000 <= int(line[2]) < 60000)])
+    shell = "/bin/bash" if (tree / "bin" / "bash").exists() or (tree / "usr" / "bin" / "bash").exists() else "/bin/sh"
+    _append(passwd, f"user:x:{number}:{number}::/home/user:{shell}\n")
+    _append(group, f"user:x:{number}:\n")
+    home = tree / "home" / "user"
+    home.mkdir(parents=True, exist_ok=True)
+    if os.geteuid() == 0:
+        os.chown(home, number, number)
+    sudoers = tree / "etc" / "sudoers.d"
+    if sudoers.is_dir():
+        (sudoers / "user").write_text("user ALL=(ALL) NOPASSWD: ALL\n")
+        (sudoers / "user").chmod(0o440)
+
+
+def _append(file: Path, line: str) -> None:
+    text = file.read_text()
+    file.write_text(text + ("" if not text or text.endswith("\n") else "\n") + line)
+
+
+def pack(tree: Path, target: Path, disk_mb: int) -> None:
+    """Write `tree` into a sparse ext4 image of `disk_mb` MiB; InvalidRequest when it does not fit."""
+    tool = shutil.which("mke2fs") or shutil.which("mke2fs", path="/sbin:/usr/sbin")
+    if not tool:
+        raise SetupMissing("mke2fs is not installed: apt-get install e2fsprogs")
+    with temporary(target) as temp:
+        with temp.open("wb") as file:
+            file.truncate(disk_mb << 20)
+        command = [tool, "-q", "-F", "-t", "ext4", "-J", "size=8", "-m", "1", "-E", "root_owner=0:0", "-d"]
+        done = subprocess.run([*command, str(tree), str(temp)], capture_output=True, text=True)
+        if done.returncode:
+            reason = done.stderr.strip()[-300:]
+            if "no space" in reason.lower() or "Could not allocate block" in reason:
+                raise InvalidRequest(f"the image does not fit on a disk of {disk_mb} MiB")
+            raise SandboxError(f"mke2fs failed: {reason}")

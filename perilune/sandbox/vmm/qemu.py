@@ -1,0 +1,279 @@
+"""QEMU as the virtual machine monitor.
+
+Two quirks carry the design. `xen-save-devices-state` writes the device state without the memory (about 1 ms; no Xen
+needed), and `migrate-incoming` reads it back, provided that guest memory is in place first: virtio checks its rings.
+"""
+
+import contextlib
+import os
+import pwd
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from perilune.sandbox.errors import (
+    GuestPanicked,
+    GuestStopped,
+    SandboxError,
+    SetupMissing,
+    SnapshotIncompatible,
+    TimedOut,
+    VmmDied,
+)
+from perilune.sandbox.vmm.child import Child
+from perilune.sandbox.vmm.driver import Plan, State
+from perilune.sandbox.vmm.qmp import Qmp
+
+PROGRAM = "qemu-system-x86_64"
+
+
+@dataclass(frozen=True)
+class Jail:
+    """Confinement of the QEMU process: a user of its own, empty namespaces, QEMU's seccomp filter."""
+
+    user: str
+    uid: int
+    gid: int
+
+
+def version() -> str:
+    """QEMU's version line; SetupMissing when there is no QEMU."""
+    try:
+        text = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        raise SetupMissing(f"{PROGRAM} is not installed: apt-get install qemu-system-x86") from None
+    return text.splitlines()[0].strip()
+
+
+def jail(user: str) -> Jail:
+    """The jail of a system user; SetupMissing when there is no such user."""
+    try:
+        entry = pwd.getpwnam(user)
+    except KeyError:
+        raise SetupMissing(f"no user {user} for the jail: adduser --system {user}") from None
+    return Jail(user, entry.pw_uid, entry.pw_gid)
+
+
+@dataclass(frozen=True)
+class Qemu:
+    """How this host runs QEMU. `machine` is microvm (kernels with virtio-mmio on the command line) or pc."""
+
+    machine: str = "microvm"
+    accelerator: str = "tcg"
+    cpu: str = "max"
+    preload: Path | None = None  # nopunch.so
+    jail: Jail | None = None
+
+    def command(self, plan: Plan) -> list[str]:
+        """The command line that starts `plan`."""
+        memory = plan.shape.memory_mb
+        bus = "device" if self.machine == "microvm" else "pci"
+        machine = "microvm,pit=on,pic=on,rtc=on,acpi=off,auto-kernel-cmdline=on" if bus == "device" else "pc,hpet=off"
+        accel = "tcg,thread=multi,tb-size=32" if self.accelerator == "tcg" else self.accelerator
+        limits = f"x-bps-total={plan.rates.bytes_per_second},x-iops-total={plan.rates.operations_per_second}"
+        words = [
+            f"{PROGRAM} -M {machine},memory-backend=m0,suppress-vmdesc=on -accel {accel} -cpu {self.cpu}",
+            f"-m {memory} -smp {plan.shape.vcpus} -nodefaults -no-user-config -display none -no-reboot",
+            "-global migration.send-configuration=off",
+            f"-object memory-backend-file,id=m0,size={memory}M,mem-path={plan.memory},share=off",
+            f"-serial file:{plan.folder}/serial.log -qmp unix:{plan.folder}/qmp,server=on,wait=off",
+            f"-object throttle-group,id=io,{limits}",
+            f"-blockdev null-co,node-name=empty,size={plan.shape.disk_mb << 20}",
+            f"-blockdev throttle,node-name=disk,throttle-group=io,file=empty -device virtio-blk-{bus},drive=disk",
+            f"-chardev socket,id=agent,path={plan.folder}/agent,server=on,wait=off -device virtio-serial-{bus}",
+            "-device virtserialport,chardev=agent,name=agent",
+            f"-netdev hubport,id=card,hubid=0 -device virtio-net-{bus},netdev=card,mac=52:54:00:70:65:72",
+            f"-device virtio-balloon-{bus},free-page-reporting=on",
+        ]
+        if self.jail:
+            words += [f"-runas {self.jail.user}", "-sandbox on,obsolete=deny,elevateprivileges=children,spawn=deny"]
+        command = " ".join(words).split()
+        if self.jail:
+            command = ["unshare", "--net", "--ipc", "--uts", "--", *command]
+        if plan.kernel:
+            boot = ["-kernel", str(plan.kernel), "-append", plan.append]
+            return command + boot + (["-initrd", str(plan.initrd)] if plan.initrd else [])
+        return [*command, "-incoming", "defer", "-S"]
+
+    def spawn(self, plan: Plan) -> "QemuMachine":
+        """Start a QEMU for `plan`: WAITING for a state, or (with a kernel) STOPPED before its first instruction."""
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        if self.jail:
+            os.chown(plan.folder, self.jail.uid, self.jail.gid)
+        command = self.command(plan) + (["-S"] if plan.kernel else [])
+        environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/"}
+        if self.preload:
+            environment["LD_PRELOAD"] = str(self.preload)
+        with (plan.folder / "qemu.log").open("wb") as log:
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                )
+            except FileNotFoundError:
+                raise SetupMissing(f"{command[0]} is not installed: apt-get install qemu-system-x86") from None
+        child = Child(process.pid)
+        process.returncode = 0  # reaped through the pidfd; keeps Popen from waiting for it as well
+        return QemuMachine(child, plan.folder, State.STOPPED if plan.kernel else State.WAITING)
+
+
+class QemuMachine:
+    """One QEMU process. All methods raise typed errors and leave the process dead or in a named state."""
+
+    def __init__(self, child: Child, folder: Path, state: State, disk_node: str = "empty") -> None:
+        self._child, self._folder, self._state, self._node = child, folder, state, disk_node
+        self._qmp: Qmp | None = None
+        self.pid = child.pid
+        self.agent_socket = folder / "agent"
+
+    @classmethod
+    def adopt(cls, pid: int, folder: Path) -> "QemuMachine":
+        """Take over a QEMU that another process started and no longer watches."""
+        machine = cls(Child(pid), folder, State.STOPPED)
+        with machine._failures():
+            running = machine.qmp("query-status")["running"]
+            nodes = {n["node-name"]: n for n in machine.qmp("query-named-block-nodes")}
+            machine._node = next((n for n in nodes if n.startswith("top") and _is_top(n, nodes)), "empty")
+        machine._state = State.RUNNING if running else State.STOPPED
+        return machine
+
+    @property
+    def qmp(self) -> Qmp:
+        """The control connection, made on first use so that many machines can start at once."""
+        if self._qmp is None:
+            self._qmp = Qmp(self._folder / "qmp", pid=self.pid)
+        return self._qmp
+
+    @property
+    def state(self) -> State:
+        """Where the process stands."""
+        if self._state is not State.GONE and self._child.wait():
+            self._state = State.GONE
+        return self._state
+
+    @contextlib.contextmanager
+    def _failures(self):  # type: ignore[no-untyped-def]
+        """A lost control socket becomes the reason the machine went away."""
+        try:
+            yield
+        except VmmDied as error:
+            self._child.wait(2.0)
+            raise self.verdict() or error from None
+
+    def attach_disk(self, path: Path) -> None:
+        """Open a qcow2 image (and what it stands on) behind the guest's disk."""
+        node = f"top{time.monotonic_ns()}"
+        with self._failures():
+            self.qmp.send("blockdev-add", _qcow2(node, path))
+            disk = {"driver": "throttle", "node-name": "disk", "throttle-group": "io", "file": node}
+            self.qmp("blockdev-reopen", options=[disk])
+        self._node = node
+
+    def attach_network(self, tap: int) -> None:
+        """Join the guest's card and a tap device through QEMU's hub."""
+        with self._failures():
+            self.qmp.send("getfd", {"fdname": "tap"}, tap)
+            self.qmp("netdev_add", type="tap", id="tap", fd="tap")
+            self.qmp("netdev_add", type="hubport", id="wire", hubid=0, netdev="tap")
+
+    def load(self, state: Path) -> None:
+        """Device state in; afterwards STOPPED. SnapshotIncompatible when QEMU rejects it."""
+        with self._failures(), state.open("rb") as file:
+            self.qmp.send("getfd", {"fdname": "state"}, file.fileno())
+            self.qmp("migrate-incoming", uri="fd:state")
+            self._await_load()
+        self._state = State.STOPPED
+
+    def _await_load(self) -> None:
+        until = time.monotonic() + 60
+        while self.qmp("query-status")["status"] == "inmigrate":
+            if self._child.wait():
+                raise SnapshotIncompatible(f"QEMU refused the device state: {self.log()[-300:]}")
+            if time.monotonic() > until:
+                raise TimedOut("QEMU did not finish loading the device state within 60 s")
+            time.sleep(0.0003)
+
+    def save(self, state: Path) -> None:
+        """Device state out (a few tens of KB)."""
+        with self._failures():
+            self.qmp("xen-save-devices-state", filename=str(state), live=False)
+
+    def run(self) -> None:
+        """STOPPED to RUNNING."""
+        with self._failures():
+            self.qmp("cont")
+        self._state = State.RUNNING
+
+    def stop(self) -> None:
+        """RUNNING to STOPPED, caches written to the image."""
+        with self._failures():
+            self.qmp("stop")
+        self._state = State.STOPPED
+
+    def seal_disk(self, overlay: Path) -> None:
+        """The image so far never changes again; `overlay` (an empty qcow2 on it) takes the writes."""
+        node = f"top{time.monotonic_ns()}"
+        with self._failures():
+            self.qmp.send("blockdev-add", {**_qcow2(node, overlay), "backing": None})
+            self.qmp("blockdev-snapshot", node=self._node, overlay=node)
+        self._node = node
+
+    def set_rates(self, bytes_per_second: int, operations_per_second: int) -> None:
+        """Change the disk's limits of a machine that was spawned ahead; 0 means none."""
+        limits = {"bps-total": bytes_per_second, "iops-total": operations_per_second}
+        with self._failures():
+            self.qmp("qom-set", path="/objects/io", property="limits", value=limits)
+
+    def kill(self) -> None:
+        """SIGKILL and reap. Every disk write that a `stop` preceded is in the image file."""
+        self._child.kill()
+        self._close()
+        self._state = State.GONE
+
+    def release(self) -> None:
+        """Leave the process running for another owner."""
+        self._close()
+        self._child.release()
+
+    def _close(self) -> None:
+        if self._qmp:
+            self._qmp.close()
+            self._qmp = None
+
+    def log(self) -> str:
+        """What QEMU itself printed."""
+        path = self._folder / "qemu.log"
+        return path.read_text(errors="replace").strip() if path.exists() else ""
+
+    def serial(self) -> str:
+        """What the guest's kernel printed."""
+        path = self._folder / "serial.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def verdict(self) -> SandboxError | None:
+        """The guest's last words decide: a panic, a reboot of its own, or a QEMU that was killed."""
+        if self.state is not State.GONE:
+            return None
+        serial = self.serial()
+        if "Kernel panic" in serial:
+            line = next(line for line in serial.splitlines() if "Kernel panic" in line)
+            return GuestPanicked(f"the guest's kernel panicked: {line.split('Kernel panic')[-1].strip(' -')}")
+        if self._child.code == 0:
+            return GuestStopped("the guest stopped or rebooted itself")
+        code = self._child.code
+        how = "ended" if code is None else f"was killed by signal {-code}" if code < 0 else f"failed with status {code}"
+        return VmmDied(f"QEMU {how}. {self.log()[-300:]}".strip())
+
+
+def _qcow2(node: str, path: Path) -> dict[str, object]:
+    # no-flush: a guest's fsync reaches the host's page cache, which a killed QEMU survives; sealed layers are synced to
+    # the device by the store. Waiting for the device on every fsync would buy nothing: a running guest's memory dies
+    # with the host anyway.
+    cache = {"no-flush": True, "direct": False}
+    file = {"driver": "file", "filename": str(path), "locking": "off"}
+    return {"driver": "qcow2", "node-name": node, "cache": cache, "discard": "unmap", "file": file}
+
+
+def _is_top(name: str, nodes: dict[str, dict]) -> bool:  # type: ignore[type-arg]
+    image = nodes[name]["image"]["filename"]
+    return all(n.get("image", {}).get("backing-image", {}).get("filename") != image for n in nodes.values())
