@@ -56,10 +56,8 @@ def _guest(home: Path) -> None:
         setup.build(home, Path(kernel))
     elif (ready / "guest" / "guest.json").exists():
         shutil.copytree(ready / "guest", home / "guest")
-        known = setup.load(ready)
-        setup.build(
-            home, home / "guest" / known.kernel.name if known.kernel.parent == ready / "guest" else known.kernel
-        )
+        known = setup.load(ready).kernel
+        setup.build(home, home / "guest" / known.name if known.parent == ready / "guest" else known)
     else:
         setup.build(ready)
         _guest(home)

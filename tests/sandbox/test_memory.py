@@ -1,4 +1,4 @@
-"""Private mappings of this very process stand in for a guest's memory: what was written is found, saved and put back."""
+"""Private mappings of this very process stand in for guest memory: what is written is found, saved and put back."""
 
 import mmap
 import os

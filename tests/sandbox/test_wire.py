@@ -1,5 +1,6 @@
 """Laws of the bytes between host and guest, and fuzz: a guest that lies loses its connection, nothing else."""
 
+import contextlib
 import struct
 
 import pytest
@@ -63,10 +64,8 @@ def test_nul_in_an_argument_is_refused() -> None:
 
 @given(st.binary(max_size=120))
 def test_directory_records_never_crash(data: bytes) -> None:
-    try:
+    with contextlib.suppress(MachineLost, struct.error, ValueError):  # the client turns all three into MachineLost
         wire.entries(data)
-    except (MachineLost, struct.error, ValueError):
-        pass  # the client turns all three into MachineLost
 
 
 @given(st.lists(st.tuples(st.sampled_from([0x100, 0x2, 0x200, 0x4, 0x40]), text), max_size=5), st.integers(1, 30))
