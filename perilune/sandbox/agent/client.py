@@ -232,10 +232,16 @@ class Agent:
                 error = MachineLost(f"the guest agent broke the protocol: {lie}")
                 break
         if not self._closed:
-            verdict = error or self.verdict()
-            self._lose(
-                verdict if isinstance(verdict, SandboxError) else MachineLost("the guest agent's connection is lost")
-            )
+            self._lose(error or self._why())
+
+    def _why(self) -> SandboxError:
+        """The machine's verdict; a process that just closed its socket needs a moment to be seen as ended."""
+        for _ in range(40):
+            verdict = self.verdict()
+            if isinstance(verdict, SandboxError):
+                return verdict
+            time.sleep(0.05)
+        return MachineLost("the guest agent's connection is lost")
 
     def _dispatch(self, frame: Frame) -> None:
         stream = self._streams.get(frame.stream)
@@ -275,8 +281,7 @@ class Agent:
             assert self._socket is not None
             self._socket.sendall(data)
         except OSError:
-            verdict = self.verdict()
-            raise (verdict if isinstance(verdict, SandboxError) else MachineLost("the guest agent is gone")) from None
+            raise self._why() from None
 
     def _open(self, command: Command | None = None) -> Stream:
         with self._lock:
