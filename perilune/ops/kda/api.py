@@ -4,6 +4,8 @@ Every implementation takes the checked arguments and returns (o, final state, ex
 """
 
 import functools
+import importlib
+import importlib.util
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -17,6 +19,8 @@ from perilune.ops.kda.reference import accumulating, log_decay, reference, sprea
 log = logging.getLogger(__name__)
 
 EXPORT_MULTIPLE = 16
+
+FUSED_CAPABILITY = (8, 0)
 
 IMPLS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor | None]]] = {"reference": reference, "chunk": chunk}
 
@@ -55,7 +59,7 @@ def kda(
         export_at: E token counts along the flattened [B·T] axis. Entry p asks for the state right after token p−1, in
             the sequence that holds that token, a multiple of 16 tokens from its start.
         delta: False drops the delta term (a Mamba2-like gated linear attention).
-        impl: "auto" | "reference" | "chunk".
+        impl: "auto" | "fused" (bf16, head sizes 64 and 128, NVIDIA) | "chunk" | "reference".
     Returns:
         o [B,T,HV,V] in v's dtype; final state [N,HV,K,V]; exports [E,HV,K,V] or None.
         An empty sequence returns its initial state.
@@ -70,7 +74,7 @@ def kda(
         _check_lengths(lengths, v)
     _check_state(state, q, v, v.shape[0] if lengths is None else len(lengths))
     places = None if export_at is None else _places(export_at, v, lengths)
-    return IMPLS[_choose(impl, v.device.type)](
+    return IMPLS[_choose(impl, q, v, gate, delta)](
         q,
         k,
         v,
@@ -119,20 +123,40 @@ def kda_step(
     return o.to(v.dtype), state
 
 
-def _choose(impl: str, device: str) -> str:
+def _choose(impl: str, q: Tensor, v: Tensor, gate: Tensor, delta: bool) -> str:
     if impl == "auto":
-        return _auto(device)
+        why = "there is no NVIDIA GPU" if v.device.type != "cuda" else _unfit(q, v, gate, delta)
+        return _auto(v.device.type, why)
+    if impl == "fused" and "fused" not in IMPLS:
+        IMPLS["fused"] = importlib.import_module("perilune.ops.kda.fused").fused
     if impl not in IMPLS:
-        raise ValueError(f"kda: impl is {impl!r}; known are auto, {', '.join(IMPLS)}.")
+        raise ValueError(f"kda: impl is {impl!r}; known are auto, fused, {', '.join(IMPLS)}.")
     return impl
 
 
+def _unfit(q: Tensor, v: Tensor, gate: Tensor, delta: bool) -> str | None:
+    """None, or why the fused kernels cannot take these inputs."""
+    if torch.cuda.get_device_capability(v.device) < FUSED_CAPABILITY:
+        return "the GPU is older than Ampere"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return importlib.import_module("perilune.ops.kda.hopper").accepts(q, v, gate, delta)
+
+
 @functools.cache
-def _auto(device: str) -> str:
-    """Decided once a device type and said once."""
-    name = "chunk"
-    log.info("kda on %s runs the %s implementation", device, name)
+def _auto(device: str, why: str | None) -> str:
+    """Said once for each reason."""
+    name = _choose_name(why)
+    log.info("kda on %s runs the %s implementation%s", device, name, "" if why is None else f": {why}")
     return name
+
+
+def _choose_name(why: str | None) -> str:
+    if why is not None:
+        return "chunk"
+    if "fused" not in IMPLS:
+        IMPLS["fused"] = importlib.import_module("perilune.ops.kda.fused").fused
+    return "fused"
 
 
 def _check(

@@ -1,0 +1,39 @@
+"""Launches `triton_decode` for `decode`."""
+
+import torch
+from torch import Tensor
+
+from perilune.ops.kda.decode import Drafts
+from perilune.ops.kda.triton_decode import decode_kernel
+
+WARPS = 8
+
+
+def launch(
+    qkv: Tensor, gate: Tensor, beta: Tensor, out_gate: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor,
+    lower_bound: float | None, norm_weight: Tensor, state: Tensor, tail: Tensor, slots: Tensor,
+    scale: float, eps: float, drafts: Drafts | None, accepted: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`decode` by the kernel; one program a request and key head."""
+    R, W, C = qkv.shape
+    _, HV, K, V = state.shape
+    H = (C - HV * V) // (2 * K)
+    for name, x in (("qkv", qkv), ("gate", gate), ("out_gate", out_gate)):
+        if x.stride(-1) != 1:
+            raise ValueError(f"decode: {name} must have unit stride on its last axis, got strides {x.stride()}.")
+    for x in () if drafts is None else (drafts.qkv[0, 0], drafts.gate[0, 0], drafts.beta[0, 0]):
+        if not x.is_contiguous():
+            raise ValueError("decode: a token's cached inputs must be contiguous.")
+    o = torch.empty(R, W, HV, V, dtype=qkv.dtype, device=qkv.device)
+    past = (qkv, gate, beta) if drafts is None else (drafts.qkv, drafts.gate, drafts.beta)
+    decode_kernel[(R * H,)](
+        qkv, gate, beta, out_gate, o, conv_weight, A_log, dt_bias.contiguous(), norm_weight, state, tail, slots,
+        slots if accepted is None else accepted, *past,
+        *qkv.stride()[:2], *gate.stride()[:3], *beta.stride(), *out_gate.stride()[:3], *conv_weight.stride(),
+        *state.stride(), *tail.stride(), slots.stride(0),
+        *(x for p in past for x in p.stride()[:2]), scale, lower_bound or 0.0, eps,
+        W=W, H=H, GROUP=HV // H, K=K, V=V, FLOORED=lower_bound is not None, REPLAY=drafts is not None,
+        ASM=qkv.is_cuda,
+        num_warps=WARPS if K == 128 else 4,
+    )  # fmt: skip
+    return o

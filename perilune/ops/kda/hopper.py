@@ -1,0 +1,224 @@
+"""`kda` on NVIDIA GPUs: chunk factors for all chunks at once, then the chain (`triton_prepare`, `triton_forward`).
+
+The workspace holds one panel (1.1 GB at most, see `segments`); longer inputs pass through panel by panel, the state
+crossing from one to the next. Head sizes 64 and 128; `accepts` says what else is needed.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perilune.ops.kda.segments import CHUNK, FINAL, INITIAL, PANEL, ZERO, Panel, Plan, Shape, plan
+from perilune.ops.kda.triton_backward import gradient_kernel, reverse_kernel
+from perilune.ops.kda.triton_forward import chain_kernel, merge_kernel
+from perilune.ops.kda.triton_prepare import prepare_kernel
+
+SIZES = (64, 128)
+BOUND = -5.5  # the steepest gate whose 16-token block stays inside fp32 (triton_prepare)
+
+
+def accepts(q: Tensor, v: Tensor, gate: Tensor, delta: bool) -> str | None:
+    """None, or why these inputs need another implementation."""
+    if q.shape[-1] not in SIZES or v.shape[-1] not in SIZES:
+        return f"head sizes {q.shape[-1]} and {v.shape[-1]} are not in {SIZES}"
+    if gate.shape[-1] != q.shape[-1]:
+        return "the gate has one decay a head"
+    if not delta:
+        return "the delta term is off"
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    if {cast or q.dtype, cast or v.dtype} != {torch.bfloat16}:
+        return f"q is {q.dtype} and v is {v.dtype}, not bfloat16"
+    return None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the kernels need besides tensors."""
+
+    lengths: tuple[int, ...]
+    exports: tuple[tuple[int, int], ...]
+    scale: float
+    lower_bound: float | None
+    tokens: int  # T of [B,T,...]
+    heads: int
+    key_heads: int
+    key: int
+    value: int
+    segments: int = 0
+    limit: int = PANEL
+
+    @property
+    def bounded(self) -> bool:
+        return self.lower_bound is not None and self.lower_bound >= BOUND
+
+    def plan(self, has_state: bool) -> Plan:
+        shape = Shape(self.heads, self.key, self.value, has_state)
+        return plan(self.lengths, self.exports, shape, limit=self.limit, segments=self.segments)
+
+
+@functools.lru_cache(maxsize=64)
+def tables(problem: Problem, has_state: bool, device: torch.device) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """The plan's tables on the device: one copy for all, then views."""
+    made = problem.plan(has_state)
+    parts: list[list[tuple[int, ...]]] = [made.chunks]  # type: ignore[list-item]
+    for j, panel in enumerate(made.panels):
+        later = {run[3] for run in made.panels[j + 1].runs if run[2] == FINAL} if j + 1 < len(made.panels) else set()
+        ends = [(*w[:2], FINAL if w[2] in later else ZERO, w[2]) for w in panel.walks]
+        given = [(*w[:2], FINAL if w[2] in later else INITIAL, w[2]) for w in panel.walks]
+        parts += [panel.pieces, panel.scans, panel.merges, panel.runs, ends, given]  # type: ignore[list-item]
+    flat = torch.tensor([x for part in parts for row in part for x in row], dtype=torch.int32).to(device)
+    sizes = [sum(len(row) for row in part) for part in parts]
+    views = flat.split(sizes)
+    names = ("pieces", "scans", "merges", "runs", "ends", "given_ends")
+    return views[0], [dict(zip(names, views[1 + 6 * j : 7 + 6 * j])) for j in range(len(made.panels))]
+
+
+@dataclass
+class Workspace:
+    """Factors of one panel, [chunks, HV, ...]."""
+
+    kd: Tensor
+    qd: Tensor
+    kr: Tensor
+    p: Tensor
+    aqk: Tensor
+    decay: Tensor
+
+    @classmethod
+    def empty(cls, chunks: int, heads: int, key: int, like: Tensor) -> "Workspace":
+        rows = like.new_empty(3, chunks, heads, CHUNK, key)
+        squares = like.new_empty(2, chunks, heads, CHUNK, CHUNK)
+        return cls(
+            rows[0], rows[1], rows[2], squares[0], squares[1], like.new_empty(chunks, heads, key, dtype=torch.float32)
+        )
+
+    def all(self) -> tuple[Tensor, ...]:
+        return self.kd, self.qd, self.kr, self.p, self.aqk, self.decay
+
+
+def rowwise(x: Tensor) -> Tensor:
+    """The kernels want unit stride on the last axis; other strides are free."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def prepare(inputs: Sequence[Tensor], problem: Problem, chunks: Tensor, first: int, count: int, to: Workspace) -> None:
+    """Fills the workspace with the factors of chunks [first, first + count)."""
+    q, k, gate, beta, A_log, dt_bias = inputs
+    prepare_kernel[(count * problem.heads,)](
+        q, k, gate, beta, A_log, dt_bias, chunks, *to.all(),
+        *q.stride()[:3], *k.stride()[:3], *gate.stride()[:3], *beta.stride(),
+        problem.tokens, problem.scale, problem.lower_bound or 0.0, first,
+        HV=problem.heads, GROUP=problem.heads // problem.key_heads, K=problem.key, KB=32,
+        BOUNDED=problem.bounded, FLOORED=problem.lower_bound is not None, PRECISION="tf32",
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
+
+
+def chain(
+    to: Workspace, panel: Panel, table: dict[str, Tensor], problem: Problem,
+    v: Tensor, o: Tensor, state: Tensor | None, final: Tensor, exports: Tensor | None,
+    keep: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Walks every run of the panel; with segments, scan and merge first."""
+    HV, K, V = problem.heads, problem.key, problem.value
+    initial = final if state is None else state
+    transfer = carry = final
+    if panel.scans:
+        transfer = final.new_empty(len(panel.scans), HV, V + K, K)
+        carry = final.new_empty(panel.carries, HV, V, K)
+    strides = (*v.stride()[:3], *o.stride()[:3], *initial.stride(), *final.stride())
+
+    def walk(runs: Tensor, count: int, scan: bool) -> None:
+        block = min(128, K, V) if scan else panel.block
+        chain_kernel[(count * HV, (V + K if scan else V) // block)](
+            *to.all(), v, o, runs, table["pieces"], initial, final, carry, transfer,
+            final if exports is None else exports, *(keep or (v, v)), *strides, problem.tokens,
+            HV=HV, K=K, V=V, BV=block, SCAN=scan, KEEP=keep is not None and not scan, STAGES=2, num_warps=block // 16,
+        )  # fmt: skip
+
+    if panel.scans:
+        walk(table["scans"], len(panel.scans), True)
+        merge_kernel[(len(panel.merges) * HV, V // 32)](
+            transfer, table["merges"], initial, final, carry, *initial.stride(), *final.stride(),
+            HV=HV, K=K, V=V, BV=32, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    walk(table["runs"], len(panel.runs), False)
+
+
+def forward(inputs: Sequence[Tensor], v: Tensor, state: Tensor | None, problem: Problem) -> tuple[Tensor, ...]:
+    """(o, final, exports [E,HV,K,V], the state entering each panel but the first [panels − 1,HV,K,V])."""
+    made = problem.plan(state is not None)
+    chunks, panels = tables(problem, state is not None, v.device)
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    N, HV, K, V = len(problem.lengths), problem.heads, problem.key, problem.value
+    if state is None:
+        final = torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
+    else:
+        final = torch.empty_like(state)
+    exports = torch.empty(len(problem.exports), HV, K, V, dtype=torch.float32, device=v.device)
+    workspace = Workspace.empty(max(p.count for p in made.panels), HV, K, v)
+    borders = torch.empty(len(panels) - 1, HV, K, V, dtype=torch.float32, device=v.device)
+    for j, (panel, table) in enumerate(zip(made.panels, panels)):
+        if panel.runs and panel.runs[0][2] == FINAL:  # at most one sequence crosses a border
+            borders[j - 1] = final[panel.runs[0][3]]
+        if panel.count:
+            prepare(inputs, problem, chunks, panel.first, panel.count, workspace)
+        if panel.runs:
+            chain(workspace, panel, table, problem, v, o, state, final, exports)
+    return o, final, exports, borders
+
+
+def backward(
+    inputs: Sequence[Tensor], v: Tensor, state: Tensor | None, borders: Tensor, problem: Problem,
+    do: Tensor, dfinal: Tensor | None, dexports: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of (q, k, gate, beta, A_log, dt_bias, v, state) from the raw inputs and the states at panel borders."""
+    q, k, gate, beta, A_log, dt_bias = inputs
+    made = problem.plan(state is not None)
+    chunks, panels = tables(problem, state is not None, v.device)
+    B, T, HV, K, V = v.shape[0], problem.tokens, problem.heads, problem.key, problem.value
+    do = rowwise(do)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    wide = torch.float32 if problem.key_heads < HV else q.dtype
+    dq, dk = (torch.empty(B, T, HV, K, dtype=wide, device=v.device) for _ in range(2))
+    dgate = torch.empty(B, T, HV, K, dtype=gate.dtype, device=v.device)
+    dbeta = torch.empty(B, T, HV, dtype=beta.dtype, device=v.device)
+    dstate = torch.empty(len(problem.lengths), HV, K, V, dtype=torch.float32, device=v.device)
+    ends = dstate if dfinal is None else dfinal
+    total = sum(p.count for p in made.panels)
+    dA_part = torch.empty(total, HV, dtype=torch.float32, device=v.device)
+    dbias_part = torch.empty(total, HV, K, dtype=torch.float32, device=v.device)
+    most = max(p.count for p in made.panels)
+    workspace = Workspace.empty(most, HV, K, v)
+    h, d = v.new_empty(2, most, HV, V, K)
+    u = v.new_empty(most, HV, V, CHUNK)
+    for j in reversed(range(len(panels))):
+        panel, table = made.panels[j], panels[j]
+        if panel.count:
+            prepare(inputs, problem, chunks, panel.first, panel.count, workspace)
+            border = (borders[j - 1] if j else dstate[:1]).expand(len(problem.lengths), HV, K, V)
+            chain(workspace, panel, table, problem, v, v, state, border, None, keep=(h, u))
+        if panel.walks:
+            block = 64 if V == 64 or len(panel.walks) * HV * 2 <= 132 else 128
+            reverse_kernel[(len(panel.walks) * HV, V // block)](
+                *workspace.all(), do, dv, table["ends" if dfinal is None else "given_ends"], table["pieces"],
+                ends, dstate, dstate if dexports is None else dexports, d,
+                *do.stride()[:3], *dv.stride()[:3], *ends.stride(), *dstate.stride(), T,
+                HV=HV, K=K, V=V, BV=block, STAGES=2, num_warps=block // 16,
+            )  # fmt: skip
+        if panel.count:
+            gradient_kernel[(panel.count * HV,)](
+                q, k, gate, beta, A_log, dt_bias, chunks, do, dv, h, d, u, dq, dk, dgate, dbeta,
+                dA_part[panel.first :], dbias_part[panel.first :],
+                *q.stride()[:3], *k.stride()[:3], *gate.stride()[:3], *beta.stride(),
+                *do.stride()[:3], *dv.stride()[:3], T, problem.scale, problem.lower_bound or 0.0, panel.first,
+                HV=HV, GROUP=HV // problem.key_heads, K=K, V=V, KB=32,
+                BOUNDED=problem.bounded, FLOORED=problem.lower_bound is not None, num_warps=4, num_stages=1,
+            )  # fmt: skip
+    if problem.key_heads < HV:
+        group = (B, T, problem.key_heads, HV // problem.key_heads, K)
+        dq, dk = dq.view(group).sum(3).to(q.dtype), dk.view(group).sum(3).to(k.dtype)
+    return dq, dk, dgate, dbeta, dA_part.sum(0), dbias_part.sum(0), dv, dstate

@@ -1,0 +1,105 @@
+"""Compile every kernel configuration for sm_90a without a GPU: `compile_kernels.py [NAME...]`.
+
+Prints registers, spills, shared memory and the number of warpgroup products of each, and fails where shared memory
+does not fit the chip or a product that should use the tensor cores does not.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+import triton.language
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as triton_compile
+
+from perilune.ops.kda import triton_backward, triton_decode, triton_forward, triton_prepare
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SHARED = 227 * 1024
+BF16, FP32, INT = "*bf16", "*fp32", "*i32"
+FLOATS = {"scale": "fp32", "lower_bound": "fp32", "eps": "fp32"}
+FACTORS = dict.fromkeys(["kd", "qd", "kr", "p", "aqk"], BF16) | {"decay": FP32}
+INPUTS = dict.fromkeys(
+    ["q", "k", "v", "gate", "beta", "o", "do", "dv", "h", "d", "u", "dq", "dk", "dgate", "dbeta"], BF16
+)
+INPUTS |= dict.fromkeys(["A_log", "dt_bias", "dA_part", "dbias_part"], FP32)
+INPUTS |= dict.fromkeys(["chunks", "runs", "pieces", "walks", "merges"], INT)
+STATES = dict.fromkeys(["initial", "final", "carry", "transfer", "exports", "dfinal", "dstate", "dexports"], FP32)
+STEP = dict.fromkeys(["x", "gate", "beta", "out_gate", "o", "past_x", "past_gate", "past_beta"], BF16)
+STEP |= dict.fromkeys(["conv", "A_log", "dt_bias", "norm", "state", "tail"], FP32) | {"slots": INT, "accepted": INT}
+TYPES = FACTORS | INPUTS | STATES | FLOATS
+
+
+def build(name: str, kernel, types: dict[str, str], constants: dict, warps: int, stages: int = 1) -> None:
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    # Pointers and strides of real tensors are multiples of 16; those of beta and the tail are not.
+    odd = {"b_h", "first", "c_t", "t_w", "t_c", "slot_r"}
+    aligned = [n for n in names if signature[n] != "constexpr" and n not in odd and not signature[n].startswith("fp")]
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+    source = ASTSource(kernel, signature, constants, attributes)
+    made = triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    products = made.asm["ptx"].count("wgmma.mma_async")
+    print(f"{name}: registers {found[1]}, stack {found[2]} B, shared {made.metadata.shared} B, wgmma {products}")
+    assert made.metadata.shared <= SHARED, f"{name}: {made.metadata.shared} B of shared memory"
+    assert products or "merge" in name or "decode" in name, f"{name}: no warpgroup product"
+
+
+def prepare() -> None:
+    for key in (64, 128):
+        for bounded, floored in ((True, True), (False, True), (False, False)):
+            build(
+                f"prepare K{key} bounded {bounded} floored {floored}", triton_prepare.prepare_kernel, TYPES,
+                {"HV": 8, "GROUP": 1, "K": key, "KB": 32, "BOUNDED": bounded, "FLOORED": floored,
+                 "PRECISION": "tf32"}, 4,
+            )  # fmt: skip
+
+
+def chain() -> None:
+    for K, V, BV in ((128, 128, 128), (128, 128, 64), (64, 64, 64), (128, 64, 64), (64, 128, 128)):
+        for scan, keep in ((False, False), (True, False), (False, True)):
+            shape = {"HV": 8, "K": K, "V": V, "BV": BV, "SCAN": scan, "KEEP": keep, "STAGES": 2, "i_v": 1, "f_v": 1}
+            build(
+                f"chain K{K} V{V} block {BV} scan {scan} keep {keep}",
+                triton_forward.chain_kernel,
+                TYPES,
+                shape,
+                BV // 16,
+                2,
+            )
+    shape = {"HV": 8, "K": 128, "V": 128, "BV": 32, "i_v": 1, "f_v": 1}
+    build("merge", triton_forward.merge_kernel, TYPES, shape, 4, 2)
+
+
+def backward() -> None:
+    for K, V, BV in ((128, 128, 128), (128, 128, 64), (64, 64, 64)):
+        shape = {"HV": 8, "K": K, "V": V, "BV": BV, "STAGES": 2, "i_v": 1, "f_v": 1}
+        build(f"reverse K{K} V{V} block {BV}", triton_backward.reverse_kernel, TYPES, shape, BV // 16, 2)
+    for K, V, bounded in ((128, 128, True), (64, 64, True), (128, 128, False)):
+        shape = {"HV": 8, "GROUP": 1, "K": K, "V": V, "KB": 32, "BOUNDED": bounded, "FLOORED": bounded}
+        build(f"gradient K{K} V{V} bounded {bounded}", triton_backward.gradient_kernel, TYPES, shape, 8)
+
+
+def decode() -> None:
+    for replay in (False, True):
+        for first in ("s_k", "s_v"):
+            shape = {
+                "W": 4 if replay else 1, "H": 8, "GROUP": 1, "K": 128, "V": 128,
+                "FLOORED": True, "REPLAY": replay, "ASM": True, first: 1,
+            }  # fmt: skip
+            build(f"decode replay {replay} unit {first}", triton_decode.decode_kernel, STEP | FLOATS, shape, 4)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or ("prepare", "chain", "backward", "decode"):
+        globals()[name]()

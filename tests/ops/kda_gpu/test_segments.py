@@ -1,0 +1,88 @@
+"""The planner: every token in exactly one chunk, every state where it is needed, segments only where they pay."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.ops.kda.segments import CARRY, CHUNK, FINAL, Plan, Shape, plan, segments_for
+
+LENGTHS = st.lists(st.integers(0, 700), min_size=1, max_size=6)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int, int, bool]:
+    lengths = draw(LENGTHS)
+    places = [(n, 16 * m) for n, length in enumerate(lengths) for m in range(1, length // 16 + 1)]
+    exports = draw(st.lists(st.sampled_from(places), unique=True, max_size=5)) if places else []
+    return tuple(lengths), tuple(exports), draw(st.integers(1, 40)), draw(st.integers(1, 5)), draw(st.booleans())
+
+
+def made(problem: tuple) -> Plan:
+    lengths, exports, limit, segments, has_state = problem
+    return plan(lengths, exports, Shape(2, 128, 128, has_state), limit=2 * limit, segments=segments)
+
+
+@given(problems())
+@settings(max_examples=200, deadline=None)
+def test_chunks_tile_the_tokens_in_order(problem: tuple) -> None:
+    chunks = made(problem).chunks
+    ends = [t + m for t, m in chunks]
+    assert [t for t, _ in chunks] == [0, *ends][: len(chunks)]
+    assert (ends[-1] if ends else 0) == sum(problem[0])
+    assert all(0 < m <= CHUNK for _, m in chunks)
+
+
+@given(problems())
+@settings(max_examples=200, deadline=None)
+def test_walking_the_tables_visits_every_token_and_export_once_with_its_own_state(problem: tuple) -> None:
+    """Plays the kernels on integers: a state is (sequence, tokens seen)."""
+    lengths, exports, limit, _, has_state = problem
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
+    final: dict[int, int] = {}
+    exported: dict[int, tuple[int, int]] = {}
+    seen = 0
+    for panel in made(problem).panels:
+        assert panel.count <= limit
+        carry: dict[int, tuple[int, int]] = {}
+        for _, index, scan, at, count in panel.merges:
+            for j in range(count):
+                first, last, _, _, row = panel.scans[scan + j]
+                assert row == scan + j
+                token, tokens, _, _ = panel.pieces[last - 1]
+                carry[at + j] = (index, token + tokens - starts[index])
+                assert panel.pieces[first][0] >= starts[index]
+        for first, last, kind, index, target in panel.runs:
+            n, tokens = carry[index] if kind == CARRY else (index, final[index] if kind == FINAL else 0)
+            for token, count, chunk, row in panel.pieces[first:last]:
+                assert token == starts[n] + tokens and 0 <= chunk < panel.count
+                tokens, seen = tokens + count, seen + count
+                if row >= 0:
+                    exported[row] = (n, tokens)
+            if target >= 0:
+                assert target == n
+                final[n] = tokens
+    assert seen == sum(lengths)
+    assert final == dict(enumerate(lengths))
+    assert exported == dict(enumerate(exports))
+    assert has_state in (True, False)
+
+
+@given(st.integers(1, 5), st.integers(0, 4))
+@settings(deadline=None)
+def test_segments_compose(parts: int, seed: int) -> None:
+    """(M₂, B₂) after (M₁, B₁) is (M₂M₁, M₂B₁ + B₂), and chaining equals walking."""
+    g = torch.Generator().manual_seed(seed)
+    pairs = [torch.randn(2, 5, 5, generator=g, dtype=torch.float64) for _ in range(parts)]
+    S = torch.randn(5, 5, generator=g, dtype=torch.float64)
+    M, B, walked = torch.eye(5, dtype=torch.float64), torch.zeros(5, 5, dtype=torch.float64), S
+    for m, b in pairs:
+        M, B, walked = m @ M, m @ B + b, m @ walked + b
+    torch.testing.assert_close(M @ S + B, walked)
+
+
+def test_worked_example() -> None:
+    """T = 65536 with 4 heads leaves 124 of 132 processors idle without segments; 96 heads fill them."""
+    few, many = Shape(4, 128, 128, True), Shape(96, 128, 128, True)
+    assert 8 <= segments_for(1024, 1, few, 64) <= 32
+    assert segments_for(128, 1, many, 128) == 1
+    assert segments_for(2, 1, few, 64) == 1
