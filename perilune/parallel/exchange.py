@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from perilune.parallel.fabric import Fabric, Traffic
-from perilune.parallel.planner import plan
-from perilune.parallel.routes import Route, capacity, count_rows, route, segments
+from perilune.parallel.fabric import Fabric, Terms, Traffic
+from perilune.parallel.routes import capacity
 
 
 @dataclass
@@ -46,12 +45,19 @@ class Loan:
     own: tuple[Tensor, ...]
     pools: tuple[Pool, ...]
 
+    def fetch(self) -> bool:
+        """Send for the borrowed experts unless the slots hold them still; True where something is under way."""
+        if all(pool.holder is self for pool in self.pools):
+            return False
+        self.fabric.lend(self.own, [pool.slots for pool in self.pools], self.traffic)
+        for pool in self.pools:
+            pool.holder = self
+        return True
+
     def slots(self) -> tuple[Tensor, ...]:
-        """The borrowed experts, [B, ...] each; a collective call where they must be fetched."""
-        if any(pool.holder is not self for pool in self.pools):
-            self.fabric.lend(self.own, [pool.slots for pool in self.pools], self.traffic)
-            for pool in self.pools:
-                pool.holder = self
+        """The borrowed experts, [B, ...] each; a collective call, by all ranks, where they must be fetched."""
+        if self.fetch():
+            self.fabric.settle()
         return tuple(pool.slots for pool in self.pools)
 
 
@@ -98,13 +104,8 @@ class Exchange:
             raise ValueError(
                 f"exchange: rank {self.fabric.rank} brings {len(experts_SK)} tokens, at most {self.tokens}"
             )
-        counts_RE = self.fabric.gather(count_rows(experts_SK, self.experts))
-        made = plan(counts_RE, num_slots=self.num_slots, tolerance=self.tolerance)
-        layout = segments(made, self.align)
-        at = route(made, layout, experts_SK, self.fabric.rank)
-        if not self.balanced:  # every entry brings its own row
-            at = Route(at.host, at.slot, at.slot, torch.full_like(at.slot, -1))
-        return self.fabric.prepare(made, layout, at, self.rows)
+        terms = Terms(self.experts, self.slots, self.tolerance, self.align, self.rows, chained=self.balanced)
+        return self.fabric.route(experts_SK, terms)
 
     def loan(self, traffic: Traffic, *own: Tensor) -> Loan:
         """The right to borrow: `own` [E/R, ...] are this rank's experts, every rank's of the same shape."""
@@ -112,14 +113,19 @@ class Exchange:
         for i, weights in enumerate(own):
             key = (i, weights.shape[1:], weights.dtype, weights.device)
             if key not in self._pools:
-                self._pools[key] = Pool(weights.new_zeros(self.slots, *weights.shape[1:]))
+                self._pools[key] = Pool(self.fabric.slots(weights, self.slots))
             pools.append(self._pools[key])
         return Loan(self.fabric, traffic, own, tuple(pools))
 
-    def enter(self, x_SH: Tensor, weights_SK: Tensor, loan: Loan) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Rows [N, H], one weight a row [N], borrowed experts [B, ...] each."""
-        rows_NH, weights_N, *lent = _Enter.apply(x_SH, weights_SK, loan, *loan.own)
-        return rows_NH, weights_N, tuple(lent)
+    def enter(
+        self, x_SH: Tensor, weights_SK: Tensor, loan: Loan
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Rows [N, H], one weight a row [N], own experts [E/R, ...] each, borrowed ones [B, ...] each.
+
+        Use these `own`, not the parameters: the gradients that borrowers send are added to theirs.
+        """
+        rows_NH, weights_N, *tensors = _Enter.apply(x_SH, weights_SK, loan, *loan.own)
+        return rows_NH, weights_N, tuple(tensors[: len(loan.own)]), tuple(tensors[len(loan.own) :])
 
     def leave(self, rows_NH: Tensor, traffic: Traffic) -> Tensor:
         """The sum of each token's rows, [S, H] in the dtype of the rows."""
@@ -140,37 +146,36 @@ class Exchange:
         """
         traffic = self.route(experts_SK)
         loan = self.loan(traffic, *own)
-        rows_NH, weights_N, lent = self.enter(x_SH, weights_SK, loan)
-        return self.leave(compute(rows_NH, weights_N, loan.own, lent, loan), traffic)
+        return self.leave(compute(*self.enter(x_SH, weights_SK, loan), loan), traffic)
 
 
 class _Enter(torch.autograd.Function):
     """Dispatch and prefetch; one node, so that the transfers of its backward have one order on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, loan: Loan, *own: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.loan, ctx.dtypes = loan, [w.dtype for w in own]
-        rows = loan.fabric.push(x, loan.traffic)
-        row_weights = loan.fabric.push_scalars(weights, loan.traffic)
-        return rows, row_weights, *(slots.detach() for slots in loan.slots())
+    def forward(ctx: Any, x: Tensor, weights: Tensor, loan: Loan, *own: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.loan = loan
+        loan.fetch()
+        rows, row_weights = loan.fabric.push(x, weights, loan.traffic)
+        return rows, row_weights, *(w.view_as(w) for w in own), *(pool.slots.detach() for pool in loan.pools)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, drows: Tensor, drow_weights: Tensor, *dslots: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        loan = ctx.loan
-        down = loan.fabric.give_back(dslots, loan.traffic)
-        dx = loan.fabric.pull(drows, loan.traffic)
-        dweights = loan.fabric.pull_scalars(drow_weights, loan.traffic)
-        return dx, dweights, None, *(d.to(dtype) for d, dtype in zip(down, ctx.dtypes))
+    def backward(ctx: Any, drows: Tensor, dweights: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        fabric, traffic, count = ctx.loan.fabric, ctx.loan.traffic, len(ctx.loan.own)
+        down = [grad.contiguous() for grad in grads[:count]]  # made for these views alone, so they may be added to
+        fabric.give_back(grads[count:], down, traffic)
+        dx, dweights_SK = fabric.pull(drows, dweights, traffic)
+        return dx, dweights_SK, None, *down
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, fabric: Fabric, traffic: Traffic) -> Tensor:  # type: ignore[override]
         ctx.fabric, ctx.traffic = fabric, traffic
-        return fabric.pull(rows, traffic)
+        return fabric.pull(rows, None, traffic)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.fabric.push(dy, ctx.traffic), None, None
+        return ctx.fabric.push(dy, None, ctx.traffic)[0], None, None

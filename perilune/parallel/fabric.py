@@ -3,15 +3,15 @@
 A fabric knows nothing of routing beyond a `Route` (where entries go) and a `Plan` (which experts are lent). `prepare`
 turns both into a `Traffic` once; every transfer of the layer, forward and backward, reuses it:
 
-    push     one row per token and host -> every row of my receive buffer (dispatch; backward of pull)
-    pull     every row of my receive buffer -> one fp32 sum per token (combine; backward of push)
-    push_scalars, pull_scalars    the same for one number per entry (routing weights and their gradients)
-    lend     my experts -> the slots of the ranks that borrow them
-    give_back  gradients of borrowed experts -> the ranks where they are at home, added in (rank, slot) order
+    push       one row per token and host, one number per entry -> every row of my receive buffer (dispatch)
+    pull       every row of my receive buffer -> one sum per token, one number per entry (combine; each is the other's
+    adjoint) lend       my experts -> the slots of the ranks that borrow them; there for good after the next push, or
+    `settle` give_back  gradients of borrowed experts -> added to those of their homes
 
-Sums have one order on every fabric: a host adds the rows of a token in ascending k, rounds once to the row dtype, and
-the token's rank adds what the hosts send in ascending k. `symmetric.py` does the same over NVLink without the host.
-Collectives know their sizes on the host, so `prepare` waits for the device once; the symmetric fabric does not.
+Sums have one order on every fabric: a host adds the rows of a token in ascending k, in fp32, and rounds once to the row
+dtype; the token's rank adds what the hosts send in ascending k; a home adds to its own gradient those of the borrowers
+by ascending rank. `symmetric.py` does the same over NVLink without the host. Collectives know their sizes on the host,
+so `route` waits for the device once; the symmetric fabric does not.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from perilune.parallel.planner import Plan
-from perilune.parallel.routes import Route, Segments
+from perilune.parallel.planner import Plan, plan
+from perilune.parallel.routes import Route, Segments, count_rows, route, segments
 
 
 class FabricError(RuntimeError):
@@ -34,12 +34,27 @@ class FabricError(RuntimeError):
 
 
 class Traffic(Protocol):
-    """What one routing needs on this rank, made once by `Fabric.prepare`."""
+    """What one routing needs on this rank, made once by `Fabric.route`."""
 
     plan: Plan
     ends: Tensor  # int32 [G], for grouped products; the last one is the number of rows of the receive buffer
     rows: int  # of the receive buffer
     split: int | None  # rows of the experts at home, where the host knows it
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is fixed of an exchange: experts E in all, slots B a rank, rows of the receive buffer (None: as routed).
+
+    chained: the entries of a token on one host share one payload.
+    """
+
+    experts: int
+    slots: int
+    tolerance: int
+    align: int
+    rows: int | None
+    chained: bool
 
 
 class Fabric(Protocol):
@@ -48,21 +63,19 @@ class Fabric(Protocol):
     rank: int
     size: int
 
-    def gather(self, x: Tensor) -> Tensor: ...
+    def route(self, experts_SK: Tensor, terms: Terms) -> Any: ...
 
-    def prepare(self, plan: Plan, layout: Segments, at: Route, rows: int | None) -> Any: ...
+    def push(self, x_SH: Tensor, scalars_SK: Tensor | None, traffic: Any) -> tuple[Tensor, Tensor | None]: ...
 
-    def push(self, x_SH: Tensor, traffic: Any) -> Tensor: ...
+    def pull(self, rows_NH: Tensor, scalars_N: Tensor | None, traffic: Any) -> tuple[Tensor, Tensor | None]: ...
 
-    def pull(self, rows_NH: Tensor, traffic: Any) -> Tensor: ...
-
-    def push_scalars(self, x_SK: Tensor, traffic: Any) -> Tensor: ...
-
-    def pull_scalars(self, x_N: Tensor, traffic: Any) -> Tensor: ...
+    def slots(self, own: Tensor, count: int) -> Tensor: ...
 
     def lend(self, own: Sequence[Tensor], slots: Sequence[Tensor], traffic: Any) -> None: ...
 
-    def give_back(self, grads: Sequence[Tensor], traffic: Any) -> list[Tensor]: ...
+    def settle(self) -> None: ...
+
+    def give_back(self, borrowed: Sequence[Tensor], own: Sequence[Tensor], traffic: Any) -> None: ...
 
 
 def accumulating(dtype: torch.dtype) -> torch.dtype:
@@ -156,13 +169,22 @@ class Collective:
             dist.all_to_all_single(out, raw, sizes.receive, sizes.send, self.group)
         return out.view(x.dtype)
 
-    def prepare(self, plan: Plan, layout: Segments, at: Route, rows: int | None) -> CollectiveTraffic:
-        """rows: size of the receive buffer; None: just what this routing needs."""
+    def route(self, experts_SK: Tensor, terms: Terms) -> CollectiveTraffic:
+        """Count, plan, find every address. experts_SK: [S, K] global ids, −1 for no entry."""
+        counts_RE = self.gather(count_rows(experts_SK, terms.experts))
+        made = plan(counts_RE, num_slots=terms.slots, tolerance=terms.tolerance)
+        layout = segments(made, terms.align)
+        at = route(made, layout, experts_SK, self.rank)
+        if not terms.chained:  # every entry brings its own row
+            at = Route(at.host, at.slot, at.slot, torch.full_like(at.slot, -1))
+        return self._traffic(made, layout, at, terms.rows)
+
+    def _traffic(self, made: Plan, layout: Segments, at: Route, rows: int | None) -> CollectiveTraffic:
         ends = layout.ends[self.rank].to(torch.int32, copy=True)
         rows = int(ends[-1]) if rows is None else rows
         if int(ends[-1]) > rows:
             raise ValueError(f"exchange: rank {self.rank} executes {int(ends[-1])} rows, its buffer holds {rows}")
-        split = int(ends[plan.local - 1])
+        split = int(ends[made.local - 1])
         ends[-1] = rows  # rows past the last segment are zeros and weigh nothing
         host = at.host.flatten()
         order = torch.argsort(torch.where(host < 0, self.size, host), stable=True)[: int((host >= 0).sum())]
@@ -179,63 +201,68 @@ class Collective:
         heads = slot[parent == slot]
         number = torch.full((rows,), -1, device=slot.device)
         number[heads] = torch.arange(heads.numel(), device=slot.device)
-        lent, experts, slots = self._loans(plan)
+        lent, experts, slots = self._loans(made)
         return CollectiveTraffic(
-            plan, ends, rows, split, at.host.shape, entries, payloads, order, order[primary] // max(K, 1),
+            made, ends, rows, split, at.host.shape, entries, payloads, order, order[primary] // max(K, 1),
             payload_of.view(at.host.shape), slot, number[parent], _chains(heads, slot, follows, K, rows),
             lent, experts, slots,
         )  # fmt: skip
 
-    def _loans(self, plan: Plan) -> tuple[Swap, Tensor, Tensor]:
+    def _loans(self, made: Plan) -> tuple[Swap, Tensor, Tensor]:
         """Which home experts go to whom, and which of my slots they fill."""
-        owner = torch.where(plan.replicas < 0, -1, plan.replicas // plan.local)
+        owner = torch.where(made.replicas < 0, -1, made.replicas // made.local)
         to, _ = (owner == self.rank).nonzero(as_tuple=True)  # by receiving rank, then slot
-        experts = plan.replicas[owner == self.rank] - self.rank * plan.local
+        experts = made.replicas[owner == self.rank] - self.rank * made.local
         mine = owner[self.rank]
         slots = torch.argsort(torch.where(mine < 0, self.size, mine), stable=True)[: int((mine >= 0).sum())]
         count = lambda x: torch.bincount(x, minlength=self.size).tolist()  # noqa: E731
         return Swap(count(to), count(mine[mine >= 0])), experts, slots
 
-    def push(self, x_SH: Tensor, traffic: CollectiveTraffic) -> Tensor:
-        """One row per token and host; every entry's row of the receive buffer, zeros elsewhere: [N, H]."""
+    def push(self, x_SH: Tensor, scalars_SK: Tensor | None, traffic: CollectiveTraffic) -> tuple[Tensor, Tensor | None]:
+        """Every entry's row of the receive buffer [N, H] and its number [N]; zeros elsewhere."""
         got_PH = self.swap(x_SH[traffic.payload_token], traffic.payloads, "dispatch")
         rows_NH = x_SH.new_zeros(traffic.rows, x_SH.shape[1])
         rows_NH[traffic.slot] = got_PH[traffic.row]
-        return rows_NH
+        if scalars_SK is None:
+            return rows_NH, None
+        got_M = self.swap(scalars_SK.flatten()[traffic.order], traffic.entries, "dispatch of weights")
+        return rows_NH, scalars_SK.new_zeros(traffic.rows).index_put((traffic.slot,), got_M)
 
-    def pull(self, rows_NH: Tensor, traffic: CollectiveTraffic) -> Tensor:
-        """Σ of each token's rows, two levels: on the host in ascending k, then on the token's rank: [S, H]."""
-        folded_PH = _sum_in_order(rows_NH, traffic.chain)
-        got_PH = self.swap(folded_PH, traffic.payloads.reverse, "combine")
-        return _sum_in_order(got_PH, traffic.payload_of)
+    def pull(
+        self, rows_NH: Tensor, scalars_N: Tensor | None, traffic: CollectiveTraffic
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sum of each token's rows [S, H], and each entry's number [S, K], zero where there was no entry."""
+        got_PH = self.swap(_sum_in_order(rows_NH, traffic.chain), traffic.payloads.reverse, "combine")
+        y_SH = _sum_in_order(got_PH, traffic.payload_of)
+        if scalars_N is None:
+            return y_SH, None
+        got = self.swap(scalars_N[traffic.slot], traffic.entries.reverse, "combine of weights")
+        flat = scalars_N.new_zeros(traffic.shape.numel()).index_put((traffic.order,), got)
+        return y_SH, flat.view(traffic.shape)
 
-    def push_scalars(self, x_SK: Tensor, traffic: CollectiveTraffic) -> Tensor:
-        """One number per entry to its row: [N], zeros elsewhere."""
-        got_M = self.swap(x_SK.flatten()[traffic.order], traffic.entries, "weights")
-        return x_SK.new_zeros(traffic.rows).index_put((traffic.slot,), got_M)
-
-    def pull_scalars(self, x_N: Tensor, traffic: CollectiveTraffic) -> Tensor:
-        """One number per row back to its entry: [S, K], zero where there was no entry."""
-        got = self.swap(x_N[traffic.slot], traffic.entries.reverse, "weight gradients")
-        return x_N.new_zeros(traffic.shape.numel()).index_put((traffic.order,), got).view(traffic.shape)
+    def slots(self, own: Tensor, count: int) -> Tensor:
+        """Room for `count` borrowed experts like those of `own` [E/R, ...]."""
+        return own.new_zeros(count, *own.shape[1:])
 
     def lend(self, own: Sequence[Tensor], slots: Sequence[Tensor], traffic: CollectiveTraffic) -> None:
         """Fill the used slots [B, ...] with experts of other ranks' own [E/R, ...]; unused ones are left alone."""
         for weights, pool in zip(own, slots, strict=True):
-            got = self.swap(weights.detach()[traffic.lent_experts], traffic.lent, "prefetch")
-            pool[traffic.lent_slots] = got
+            pool[traffic.lent_slots] = self.swap(weights.detach()[traffic.lent_experts], traffic.lent, "prefetch")
 
-    def give_back(self, grads: Sequence[Tensor], traffic: CollectiveTraffic) -> list[Tensor]:
-        """Slot gradients [B, ...] to their homes: fp32 sums [E/R, ...] over ranks in ascending order."""
-        return [self._give_back(grad, traffic) for grad in grads]
+    def settle(self) -> None:
+        """Borrowed experts have arrived: a collective returns with them."""
 
-    def _give_back(self, grad: Tensor, traffic: CollectiveTraffic) -> Tensor:
-        wide = grad.to(accumulating(grad.dtype))
-        got = self.swap(wide[traffic.lent_slots], traffic.lent.reverse, "gradient reduce")
-        total = wide.new_zeros(traffic.plan.local, *grad.shape[1:])
-        for part, experts in zip(got.split(traffic.lent.send), traffic.lent_experts.split(traffic.lent.send)):
-            total[experts] += part  # a rank borrows an expert once, so there is nothing to race for
-        return total
+    def give_back(self, borrowed: Sequence[Tensor], own: Sequence[Tensor], traffic: CollectiveTraffic) -> None:
+        """Add the gradients of slots [B, ...] to those of their homes [E/R, ...], in place, in fp32, by ascending
+        rank.
+        """
+        for grad, home in zip(borrowed, own, strict=True):
+            got = self.swap(grad[traffic.lent_slots], traffic.lent.reverse, "gradient reduce")
+            lent = traffic.lent_experts.unique()
+            total = home[lent].to(accumulating(grad.dtype))
+            for part, experts in zip(got.split(traffic.lent.send), traffic.lent_experts.split(traffic.lent.send)):
+                total[torch.searchsorted(lent, experts)] += part  # a rank borrows an expert once: nothing races
+            home[lent] = total.to(home.dtype)
 
 
 def _chains(heads: Tensor, slot: Tensor, follows: Tensor, K: int, rows: int) -> Tensor:
