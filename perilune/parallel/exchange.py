@@ -56,8 +56,7 @@ class Loan:
 
     def slots(self) -> tuple[Tensor, ...]:
         """The borrowed experts, [B, ...] each; a collective call, by all ranks, where they must be fetched."""
-        if self.fetch():
-            self.fabric.settle()
+        self.fabric.settle(self.fetch())
         return tuple(pool.slots for pool in self.pools)
 
 

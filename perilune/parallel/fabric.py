@@ -73,7 +73,7 @@ class Fabric(Protocol):
 
     def lend(self, own: Sequence[Tensor], slots: Sequence[Tensor], traffic: Any) -> None: ...
 
-    def settle(self) -> None: ...
+    def settle(self, sent: bool) -> None: ...
 
     def give_back(self, borrowed: Sequence[Tensor], own: Sequence[Tensor], traffic: Any) -> None: ...
 
@@ -249,8 +249,8 @@ class Collective:
         for weights, pool in zip(own, slots, strict=True):
             pool[traffic.lent_slots] = self.swap(weights.detach()[traffic.lent_experts], traffic.lent, "prefetch")
 
-    def settle(self) -> None:
-        """Borrowed experts have arrived: a collective returns with them."""
+    def settle(self, sent: bool) -> None:
+        """Before slots are read; `sent`: after a `lend`. A collective returns with what it brings."""
 
     def give_back(self, borrowed: Sequence[Tensor], own: Sequence[Tensor], traffic: CollectiveTraffic) -> None:
         """Add the gradients of slots [B, ...] to those of their homes [E/R, ...], in place, in fp32, by ascending

@@ -2,6 +2,7 @@
 
 import sys
 
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
@@ -30,6 +31,43 @@ def planner() -> None:
             build(k._segments_kernel, dict.fromkeys(names, "*i64") | {"align": "i32"},
                   {"R": R, "L": L, "B": L, "EP": up(R * L), "GP": up(2 * L)}),
         )  # fmt: skip
+
+
+def symmetric() -> None:
+    """Every kernel of the symmetric fabric at the sizes of the benchmark: K=8, H=7168, E=384 on two GPUs."""
+    from perilune.parallel import symmetric_triton as k
+
+    R, K, L = 2, 8, 192
+    i32 = lambda *names: dict.fromkeys(names, "*i32")  # noqa: E731
+    i64 = lambda *names: dict.fromkeys(names, "*i64")  # noqa: E731
+    n = lambda *names: dict.fromkeys(names, "i32")  # noqa: E731
+    tile = {"K": K, "TB": 16, "KP": 8}
+    rows = {"x": "*bf16", "scalars": "*fp32"}
+    links = i32("host_SK", "slot_SK", "parent_SK", "next_SK")
+    borrow = {"L": L, "R": R, "B": L, "BP": 256, "BW": 1024}
+    for name, signature, constants in [
+        ("barrier", i64("pads") | i32("mine", "epoch", "status") | n("rank", "phase"),
+         {"R": R, "RP": 2, "LIMIT": 1 << 24}),
+        ("count", i64("experts") | i32("histogram") | n("tokens", "E"), tile),
+        ("announce", i32("histogram") | i64("peers", "like") | n("blocks", "rank", "E"), {"EB": 128, "BB": 32}),
+        ("route", i64("experts", "counts", "assigned", "starts") | i32("histogram") | links | n("tokens", "rank", "E"),
+         tile | {"R": R, "BB": 32, "CHAINED": True}),
+        ("unused", i32("ends", "parent_N") | i64("used"), {"PB": 128}),
+        ("push", rows | links | i64("inboxes", "scalar_inboxes", "parents", "nexts") | n("H"),
+         {"K": K, "BH": 1024, "SCALARS": True, "LINKS": True}),
+        ("expand", {"inbox": "*bf16", "scalar_inbox": "*fp32", "rows": "*bf16", "scalars": "*fp32"} | i32("parent_N")
+         | n("H"), {"BH": 1024, "SCALARS": True}),
+        ("fold", {"rows": "*bf16", "outbox": "*bf16"} | i32("parent_N", "next_N") | n("H"),
+         {"BH": 1024, "WIDE": tl.float32}),
+        ("pull", {"y": "*bf16", "scalars": "*fp32"} | links | i64("outboxes", "scalar_outboxes") | n("H"),
+         {"K": K, "BH": 1024, "WIDE": tl.float32, "SCALARS": True}),
+        ("lend", i64("own", "replicas", "pools") | n("rank", "W"), borrow),
+        ("stage", {"grad": "*bf16", "shared": "*bf16"} | i64("replicas") | n("rank", "W"), {"B": L, "BW": 1024}),
+        ("give_back", {"home": "*bf16"} | i64("replicas", "shared") | n("rank", "W"), borrow | {"WIDE": tl.float32}),
+    ]:  # fmt: skip
+        made = getattr(k, f"{name}_kernel")
+        used = {a: signature[a] for a in made.arg_names if a in signature}
+        print("symmetric", name, build(made, used, constants))
 
 
 if __name__ == "__main__":

@@ -23,14 +23,20 @@ LIMIT = 420.0  # seconds for a whole world
 
 
 @cache
-def results(size: int, module: str) -> dict[str, str]:
+def results(size: int, module: str, backend: str = "gloo") -> dict[str, str]:
     """Outcome of every check of `parallel.MODULE` in a world of `size` processes (run once a session)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
-        env = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}", "OMP_NUM_THREADS": "1"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+            "NCCL_NVLS_ENABLE": "0",
+        }
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(size), module, folder],
+                [sys.executable, __file__, str(rank), str(size), module, folder, backend],
                 env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for rank in range(size)
@@ -51,21 +57,24 @@ def checks(module: str) -> list[str]:
     return [name for name in vars(importlib.import_module(f"parallel.{module}")) if name.startswith("check_")]
 
 
-def outcome(size: int, module: str, check: str) -> None:
+def outcome(size: int, module: str, check: str, backend: str = "gloo") -> None:
     """Raise unless the check passed on every rank."""
-    found = results(size, module)
+    found = results(size, module, backend)
     assert found.get(check) == "ok", found.get(check) or found.get("world")
 
 
-def main(rank: int, size: int, module: str, folder: Path) -> None:
+def main(rank: int, size: int, module: str, folder: Path, backend: str) -> None:
+    import torch
     import torch.distributed as dist
 
     from perilune.parallel.fabric import Collective
 
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=120)
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
-    fabric = Collective(debug=True)
+    fabric = Collective(debug=backend == "gloo")
     found = {}
     for name in checks(module):
         try:
@@ -82,4 +91,4 @@ def main(rank: int, size: int, module: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5])

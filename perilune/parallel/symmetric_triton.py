@@ -1,0 +1,263 @@
+"""Kernels of the symmetric fabric: peers are written and read through tables of addresses (report §5.2.1).
+
+A table `peers` [R] int64 holds where the same buffer lies on every rank. Stores go to hosts, loads come from them;
+between a store and the load that needs it lies one `barrier`. No multicast. Sums have the orders named in `fabric`.
+Legend: S tokens, K routes (KP a power of two), R ranks, E experts, L at home, B slots (BP), H width, N rows of the
+receive buffer, W words of one expert. host, slot, parent [S, K] and parent, next [N] are int32 and mean what they mean
+in `routes`.
+"""
+
+# Kernel arguments are pointers and constants of the Triton language.
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _peer(peers, rank, like):
+    """The peer's buffer, as a pointer to what `like` points to, 16-byte aligned."""
+    return tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit
+def barrier_kernel(pads, mine, epoch, status, rank, phase, R: tl.constexpr, RP: tl.constexpr, LIMIT: tl.constexpr):
+    """Everything all ranks wrote before is visible after. pads [R]: addresses of int32 [R] on every rank; mine: this
+    rank's.
+
+    A rank that does not come within LIMIT looks leaves status = (phase, its number, the epoch); nothing hangs.
+    """
+    now = tl.load(epoch) + 1
+    lane = tl.arange(0, RP)
+    there = lane < R
+    theirs = tl.load(pads + lane, there, 0).to(tl.pointer_type(tl.int32)) + rank
+    tl.atomic_xchg(theirs, now, there, sem="release", scope="sys")
+    waiting = R
+    looks = 0
+    while (waiting > 0) & (looks < LIMIT):
+        seen = tl.atomic_add(mine + lane, 0, there, sem="acquire", scope="sys")
+        waiting = tl.sum((there & (seen - now < 0)).to(tl.int32), 0)
+        looks += 1
+    if waiting > 0:
+        seen = tl.atomic_add(mine + lane, 0, there, sem="acquire", scope="sys")
+        missing = tl.min(tl.where(there & (seen - now < 0), lane, RP), 0)
+        tl.store(status, phase)
+        tl.store(status + 1, missing)
+        tl.store(status + 2, now)
+    tl.store(epoch, now)
+
+
+@triton.jit
+def count_kernel(experts, histogram, tokens, E, K: tl.constexpr, TB: tl.constexpr, KP: tl.constexpr):
+    """Entries of each expert in this block of TB tokens: histogram [blocks, E], zeros before."""
+    block = tl.program_id(0)
+    token, k = block * TB + tl.arange(0, TB), tl.arange(0, KP)
+    inside = (token[:, None] < tokens) & (k[None, :] < K)
+    expert = tl.load(experts + token[:, None] * K + k[None, :], inside, -1)
+    tl.atomic_add(histogram + block * E + expert, 1, expert >= 0)
+
+
+@triton.jit
+def announce_kernel(histogram, peers, like, blocks, rank, E, EB: tl.constexpr, BB: tl.constexpr):
+    """My counts, the sums over blocks, into row `rank` of every rank's counts [R, E] int64."""
+    e = tl.program_id(1) * EB + tl.arange(0, EB)
+    total = tl.zeros((EB,), tl.int64)
+    for first in range(0, blocks, BB):
+        b = first + tl.arange(0, BB)
+        seen = tl.load(histogram + b[:, None] * E + e[None, :], (b[:, None] < blocks) & (e[None, :] < E), 0)
+        total += tl.sum(seen, 0).to(tl.int64)
+    tl.store(_peer(peers, tl.program_id(0), like) + rank * E + e, total, e < E)
+
+
+@triton.jit
+def route_kernel(
+    experts, histogram, counts, assigned, starts, host_SK, slot_SK, parent_SK, next_SK, tokens, rank, E,
+    K: tl.constexpr, R: tl.constexpr, TB: tl.constexpr, KP: tl.constexpr, BB: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """`routes.route` for one block of TB tokens: addresses from the global counts, then chains within each token."""
+    BS: tl.constexpr = TB * KP
+    block = tl.program_id(0)
+    token, k = block * TB + tl.arange(0, TB), tl.arange(0, KP)
+    at = token[:, None] * K + k[None, :]
+    inside = (token[:, None] < tokens) & (k[None, :] < K)
+    flat = tl.reshape(tl.load(experts + at, inside, -1), (BS,))
+    expert = tl.maximum(flat, 0)
+
+    i = tl.arange(0, BS)
+    index = tl.sum(((flat[:, None] == flat[None, :]) & (i[None, :] < i[:, None])).to(tl.int64), 1)
+    for first in range(0, block, BB):  # the same expert's entries in earlier blocks
+        b = first + tl.arange(0, BB)
+        seen = tl.load(histogram + b[:, None] * E + expert[None, :], (b[:, None] < block) & (flat[None, :] >= 0), 0)
+        index += tl.sum(seen, 0).to(tl.int64)
+
+    stays = tl.minimum(tl.load(counts + rank * E + expert), tl.load(assigned + rank * E + expert))
+    spilled = index - stays
+    for r in range(rank):
+        sent = tl.load(counts + r * E + expert)
+        spilled += sent - tl.minimum(sent, tl.load(assigned + r * E + expert))
+    host = tl.where(index < stays, rank, -1)
+    place = tl.where(index < stays, index, 0)
+    upto = tl.zeros((BS,), tl.int64)
+    for d in range(R):
+        rows = tl.load(assigned + d * E + expert)
+        kept = tl.minimum(tl.load(counts + d * E + expert), rows)
+        before = upto
+        upto += rows - kept
+        here = (host < 0) & (spilled < upto)
+        place = tl.where(here, kept + spilled - before, place)
+        host = tl.where(here, d, host)
+    slot = tl.load(starts + tl.maximum(host, 0) * E + expert) + place
+    host = tl.reshape(tl.where(flat < 0, -1, host), (TB, KP)).to(tl.int32)
+    slot = tl.reshape(tl.where(flat < 0, -1, slot), (TB, KP)).to(tl.int32)
+
+    parent, follows = slot, tl.full((TB, KP), -1, tl.int32)
+    if CHAINED:
+        same = (host[:, :, None] == host[:, None, :]) & (host[:, :, None] >= 0)
+        other = k[None, None, :]
+        first_k = tl.min(tl.where(same, other, KP), 2)
+        next_k = tl.min(tl.where(same & (other > k[None, :, None]), other, KP), 2)
+        slots = slot[:, None, :]
+        parent = tl.where(host < 0, -1, tl.sum(tl.where(other == first_k[:, :, None], slots, 0), 2))
+        follows = tl.where(next_k == KP, -1, tl.sum(tl.where(other == next_k[:, :, None], slots, 0), 2))
+    tl.store(host_SK + at, host, inside)
+    tl.store(slot_SK + at, slot, inside)
+    tl.store(parent_SK + at, parent.to(tl.int32), inside)
+    tl.store(next_SK + at, follows.to(tl.int32), inside)
+
+
+@triton.jit
+def unused_kernel(ends, used, parent_N, PB: tl.constexpr):
+    """parent = −1 for the padding after one group; the last one ends with the buffer. Nobody else writes there."""
+    g = tl.program_id(0)
+    first = tl.load(ends + g - 1, g > 0, 0) + tl.load(used + g).to(tl.int32)
+    last = tl.load(ends + g)
+    for at in range(first, last, PB):
+        n = at + tl.arange(0, PB)
+        tl.store(parent_N + n, -1, n < last)
+
+
+@triton.jit
+def push_kernel(
+    x, scalars, host_SK, slot_SK, parent_SK, next_SK, inboxes, scalar_inboxes, parents, nexts, H,
+    K: tl.constexpr, BH: tl.constexpr, SCALARS: tl.constexpr, LINKS: tl.constexpr,
+):  # fmt: skip
+    """One token: its row to every host that has an entry of it; numbers and links of every entry."""
+    s, part = tl.program_id(0), tl.program_id(1)
+    col = part * BH + tl.arange(0, BH)
+    row = tl.load(x + s.to(tl.int64) * H + col, col < H)
+    for k in range(K):
+        host = tl.load(host_SK + s * K + k)
+        if host >= 0:
+            slot = tl.load(slot_SK + s * K + k).to(tl.int64)
+            parent = tl.load(parent_SK + s * K + k)
+            if parent == slot:
+                tl.store(_peer(inboxes, host, x) + slot * H + col, row, col < H)
+            if part == 0:
+                if SCALARS:
+                    tl.store(_peer(scalar_inboxes, host, scalars) + slot, tl.load(scalars + s * K + k))
+                if LINKS:
+                    tl.store(_peer(parents, host, parent_SK) + slot, parent)
+                    tl.store(_peer(nexts, host, next_SK) + slot, tl.load(next_SK + s * K + k))
+
+
+@triton.jit
+def expand_kernel(inbox, scalar_inbox, parent_N, rows, scalars, H, BH: tl.constexpr, SCALARS: tl.constexpr):
+    """rows[n] = inbox[parent[n]], zero where nothing lies."""
+    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    col = part * BH + tl.arange(0, BH)
+    parent = tl.load(parent_N + n).to(tl.int64)
+    row = tl.load(inbox + parent * H + col, (col < H) & (parent >= 0), 0)
+    tl.store(rows + n * H + col, row, col < H)
+    if SCALARS:  # noqa: SIM102  (one is known when compiling, the other is not)
+        if part == 0:
+            tl.store(scalars + n, tl.load(scalar_inbox + n, parent >= 0, 0))
+
+
+@triton.jit
+def fold_kernel(rows, parent_N, next_N, outbox, H, BH: tl.constexpr, WIDE: tl.constexpr):
+    """outbox[n] = Σ of the chain that begins at n, in order, rounded once."""
+    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(parent_N + n) == n:
+        col = part * BH + tl.arange(0, BH)
+        total = tl.load(rows + n * H + col, col < H, 0).to(WIDE)
+        link = tl.load(next_N + n).to(tl.int64)
+        while link >= 0:
+            total += tl.load(rows + link * H + col, col < H, 0).to(WIDE)
+            link = tl.load(next_N + link).to(tl.int64)
+        tl.store(outbox + n * H + col, total.to(outbox.dtype.element_ty), col < H)
+
+
+@triton.jit
+def pull_kernel(
+    y, scalars, host_SK, slot_SK, parent_SK, outboxes, scalar_outboxes, H,
+    K: tl.constexpr, BH: tl.constexpr, WIDE: tl.constexpr, SCALARS: tl.constexpr,
+):  # fmt: skip
+    """One token: the sum of its hosts' sums, in ascending k; and each entry's number."""
+    s, part = tl.program_id(0), tl.program_id(1)
+    col = part * BH + tl.arange(0, BH)
+    total = tl.zeros((BH,), WIDE)
+    for k in range(K):
+        host = tl.load(host_SK + s * K + k)
+        if host >= 0:
+            slot = tl.load(slot_SK + s * K + k).to(tl.int64)
+            if tl.load(parent_SK + s * K + k) == slot:
+                total += tl.load(_peer(outboxes, host, y) + slot * H + col, col < H, 0).to(WIDE)
+            if SCALARS:  # noqa: SIM102
+                if part == 0:
+                    tl.store(scalars + s * K + k, tl.load(_peer(scalar_outboxes, host, scalars) + slot))
+    tl.store(y + s.to(tl.int64) * H + col, total.to(y.dtype.element_ty), col < H)
+
+
+@triton.jit
+def _slot_of(replicas, rank, expert, B: tl.constexpr, BP: tl.constexpr):
+    """Where `rank` holds a borrowed expert; −1: nowhere."""
+    b = tl.arange(0, BP)
+    held = tl.load(replicas + rank * B + b, b < B, -1)
+    return tl.max(tl.where(held == expert, b, -1), 0).to(tl.int64)
+
+
+@triton.jit
+def lend_kernel(
+    own, replicas, pools, rank, W, L: tl.constexpr, R: tl.constexpr, B: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr
+):
+    """Home expert program_id(0) to the slots of all its borrowers, in words of 8 bytes."""
+    e, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    for d in range(R):
+        slot = _slot_of(replicas, d, rank * L + e, B, BP)
+        if (slot >= 0) & (d != rank):
+            pool = _peer(pools, d, own)
+            for tile in range(part, tl.cdiv(W, BW), parts):
+                w = tile * BW + tl.arange(0, BW)
+                tl.store(pool + slot * W + w, tl.load(own + e * W + w, w < W), w < W)
+
+
+@triton.jit
+def stage_kernel(grad, replicas, shared, rank, W, B: tl.constexpr, BW: tl.constexpr):
+    """Gradients of used slots into the shared buffer that their homes read."""
+    slot, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    if tl.load(replicas + rank * B + slot) >= 0:
+        for tile in range(part, tl.cdiv(W, BW), parts):
+            w = tile * BW + tl.arange(0, BW)
+            tl.store(shared + slot * W + w, tl.load(grad + slot * W + w, w < W), w < W)
+
+
+@triton.jit
+def give_back_kernel(
+    home, replicas, shared, rank, W, L: tl.constexpr, R: tl.constexpr, B: tl.constexpr, BP: tl.constexpr,
+    BW: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Home gradient program_id(0) += those of its borrowers, by ascending rank, rounded once."""
+    e, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    borrowers = 0
+    for d in range(R):
+        borrowers += (_slot_of(replicas, d, rank * L + e, B, BP) >= 0).to(tl.int32)
+    if borrowers > 0:
+        for tile in range(part, tl.cdiv(W, BW), parts):
+            w = tile * BW + tl.arange(0, BW)
+            total = tl.load(home + e * W + w, w < W, 0).to(WIDE)
+            for d in range(R):
+                slot = _slot_of(replicas, d, rank * L + e, B, BP)
+                if slot >= 0:
+                    total += tl.load(_peer(shared, d, home) + slot * W + w, w < W, 0).to(WIDE)
+            tl.store(home + e * W + w, total.to(home.dtype.element_ty), w < W)
