@@ -45,7 +45,9 @@ class Shared:
 
 @dataclass
 class SymmetricTraffic:
-    """Addresses of one routing. host, slot, parent, next: int32 [S, K] of my entries; row_parent, row_next: [N] of my rows."""
+    """Addresses of one routing. host, slot, parent, next: int32 [S, K] of my entries; row_parent, row_next: [N] of my
+    rows.
+    """
 
     plan: Plan
     ends: Tensor

@@ -27,13 +27,8 @@ def results(size: int, module: str, backend: str = "gloo") -> dict[str, str]:
     """Outcome of every check of `parallel.MODULE` in a world of `size` processes (run once a session)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
-        env = {
-            **os.environ,
-            "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-            "NCCL_NVLS_ENABLE": "0",
-        }
+        env = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}", "OMP_NUM_THREADS": "1"}
+        env |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
         ranks = [
             subprocess.Popen(
                 [sys.executable, __file__, str(rank), str(size), module, folder, backend],
