@@ -6,15 +6,14 @@ its <|sep|>; what never became a tag is given back as text if it cannot have bee
 
 import codecs
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from perilune.chat.segments import CLOSE, END, OPEN, SEP, ChatError, unescape
 from perilune.tokenizer import Tokenizer
 
 TAGS = ("message", "think", "response", "tools", "call", "argument", "json")
-_HOLD = 64  # characters after a marker that may still turn out to be the name of an unknown tag
-_KNOWN = re.compile(rf"(?:{'|'.join(TAGS)})\s")
+_HOLD = 64  # characters after a marker by which a tag must be recognisable; then it may be as long as it likes
+_TAG_LIKE = re.compile(rf'(?:{"|".join(TAGS)})\s|[\w-]+\s+[\w-]+="')
 _NAME = re.compile(r"\s*([^\s=\"]*)")
 _ATTRIBUTE = re.compile(r'([^\s="]+)="([^"]*)"')
 _CUT_SHORT = re.compile(rf'(?:{"|".join(TAGS)})(?:\s+[^\s="]+="[^"]*")*\s*(?:[^\s="]+(?:="?[^"]*)?)?')
@@ -83,7 +82,7 @@ class Lexer:
             return [Text(text)]
         self._pieces.append(text)
         before, self._held = self._held, self._held + len(text)
-        if before <= _HOLD < self._held and not _KNOWN.match("".join(self._pieces)):
+        if before <= _HOLD < self._held and not _TAG_LIKE.match("".join(self._pieces)):
             return self._release()
         return []
 
@@ -119,9 +118,3 @@ class Lexer:
         self._marker, self._held = None, 0
         self._pieces.clear()
         return header
-
-
-def lex(ids: Iterable[int], tokenizer: Tokenizer) -> list[Lexeme]:
-    """All lexemes of a finished sequence."""
-    lexer = Lexer(tokenizer)
-    return [lexeme for token in ids for lexeme in lexer.push(token)] + lexer.close()

@@ -62,7 +62,11 @@ _IN_CALL = ("call", "argument", "json")
 
 
 class Parser:
-    """`feed` ids as they are sampled, then `finish` once. How the ids are split between calls changes nothing."""
+    """`feed` ids as they are sampled, the terminator included, then `finish` once.
+
+    How the ids are split between calls changes nothing, so the ids so far are all of the parser's state: to restore
+    one, feed them to a new parser.
+    """
 
     def __init__(self, tokenizer: Tokenizer, channel: str | None = "think") -> None:
         """`channel` is the one that the prompt left open (`Prompt.channel`)."""

@@ -249,6 +249,7 @@ S = '<|open|>argument key="s" type="string"<|sep|>ab'
         ("a<|close|> b is text", "a b is text", None, []),
         ("a<|open|>message from home", "amessage from home", None, []),
         ("a<|open|>" + "b" * 70, "a" + "b" * 70, None, []),
+        ('a<|open|>verse of="' + "b" * 70 + '"<|sep|>c', "ac", None, []),
         ("a<|open|>verse<|sep|>b<|close|>verse<|sep|>c", "abc", None, []),
         ('a<|open|>message role="user"<|sep|>b', "a", None, []),
         ('<|open|>message role="assistant"<|sep|><|open|>think<|sep|>a', "a", None, []),
