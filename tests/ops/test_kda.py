@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 from golden import golden
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from perilune.ops.kda import kda, kda_step
@@ -154,3 +156,144 @@ def test_bad_input_is_named(change: dict, says: str) -> None:
     with pytest.raises(ValueError) as error:
         kda(**x)
     assert says in str(error.value)
+
+
+# Laws of the chunked form, against the recurrence in fp64.
+
+
+def compare(x: dict, extra: dict, tol: float, grad_tol: float, weights_seed: int = 1) -> None:
+    """Chunked in x's dtype against the recurrence in fp64: outputs, states, every gradient, by relative norm."""
+    found = []
+    for impl, dtype in (("chunk", x["q"].dtype), ("reference", torch.float64)):
+        leaves = {key: y.to(dtype, copy=True).requires_grad_() for key, y in x.items()}
+        o, final, exports = kda(**leaves, **extra, impl=impl)
+        gen = torch.Generator().manual_seed(weights_seed)
+        loss = torch.zeros((), dtype=dtype)
+        for y in (o, final, exports):
+            if y is not None:
+                loss = loss + (y * torch.randn(y.shape, generator=gen, dtype=torch.float64).to(dtype)).sum()
+        loss.backward()
+        found.append(([o, final] + ([exports] if exports is not None else []), {k: y.grad for k, y in leaves.items()}))
+    for got, want in zip(found[0][0], found[1][0], strict=True):
+        assert torch.isfinite(got).all()
+        assert (got.double() - want).norm() <= tol * want.norm() + 1e-12
+    for key, want in found[1][1].items():
+        got = found[0][1][key]
+        assert torch.isfinite(got).all(), key
+        error = float((got.double() - want).norm() / want.norm().clamp_min(1e-12))
+        assert error <= grad_tol, f"{key}: {error:.1e}"
+
+
+@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("G", [None, 1])
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("shift", [-8.0, 0.0, 6.0])
+def test_chunks_equal_the_recurrence_in_fp64(shift, lower_bound, G, delta) -> None:
+    x = draw(B=2, T=75, H=2, HV=4, K=16, V=32, G=G)
+    x["gate"] = x["gate"] + shift
+    x["state"] = torch.randn(2, 4, 16, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    compare(x, {"lower_bound": lower_bound, "delta": delta, "export_at": [16, 48, 75 + 64]}, 1e-11, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "case", ["always at the bound", "softplus -20 a token", "A_log 60", "A_log 60 softplus", "fast then slow"]
+)
+def test_extreme_gates_in_fp32(case: str) -> None:
+    x = draw(T=130, dtype=torch.float32)
+    lower_bound: float | None = -5.0
+    if case == "always at the bound":
+        x["gate"] = torch.full_like(x["gate"], 20.0)
+    elif case == "softplus -20 a token":
+        lower_bound, x["gate"] = None, torch.full_like(x["gate"], 20.0) + x["gate"]
+        x["A_log"] = torch.zeros(2)
+        x["dt_bias"] = torch.zeros(2, 16)
+    elif case == "fast then slow":
+        x["gate"] = torch.cat([torch.full((1, 20, 2, 16), 20.0), torch.full((1, 110, 2, 16), -9.0)], 1)
+    else:
+        lower_bound = None if "softplus" in case else -5.0
+        x["A_log"] = torch.full((2,), 60.0)
+    x["state"] = torch.randn(1, 2, 16, 16, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        got = kda(**x, lower_bound=lower_bound, impl="chunk")
+        want = kda(**{k: y.double() for k, y in x.items()}, lower_bound=lower_bound, impl="reference")
+    for a, b in zip(got[:2], want[:2], strict=True):
+        assert (a.double() - b).abs().max() <= 1e-6 * max(1.0, float(b.abs().max()))
+    leaves = {k: y.clone().requires_grad_() for k, y in x.items()}
+    o, final, _ = kda(**leaves, lower_bound=lower_bound, impl="chunk")
+    (o.sum() + final.sum()).backward()
+    assert all(torch.isfinite(y.grad).all() for y in leaves.values())
+
+
+def test_identical_keys_beta_near_one_slow_gates_stay_right() -> None:
+    x = draw(T=700, dtype=torch.float32)
+    x["k"] = x["k"][:, :1].expand_as(x["k"]).contiguous()
+    x["gate"], x["beta"] = torch.full_like(x["gate"], -12.0), torch.full_like(x["beta"], 8.0)
+    compare(x, {"lower_bound": -5.0}, 2e-5, 2e-4)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=5), st.integers(0, 9))
+def test_packed_equals_separate_values_and_gradients(lengths: list[int], seed: int) -> None:
+    if sum(lengths) == 0:
+        lengths = [*lengths, 3]
+    x = draw(T=sum(lengths), seed=seed)
+    x["state"] = torch.randn(len(lengths), 2, 16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    compare(x, {"lower_bound": -5.0, "lengths": lengths}, 1e-11, 1e-9)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=4))
+def test_any_cut_equals_the_whole(pieces: list[int]) -> None:
+    x = draw(T=sum(pieces))
+    whole, final, _ = kda(**x, lower_bound=-5.0, impl="chunk")
+    state, parts, start = None, [], 0
+    for n in pieces:
+        o, state, _ = kda(**sliced(x, start, start + n), lower_bound=-5.0, state=state, impl="chunk")
+        parts.append(o)
+        start += n
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    torch.testing.assert_close(state, final)
+
+
+def test_a_neighbours_nan_stays_there() -> None:
+    x = draw(T=33, dtype=torch.float32)
+    clean = kda(**sliced(x, 0, 17), lower_bound=-5.0, impl="chunk")
+    for key in ("q", "k", "v", "gate", "beta"):
+        x[key][:, 17:] = float("nan")
+    o, final, _ = kda(**x, lower_bound=-5.0, lengths=[17, 16], impl="chunk")
+    torch.testing.assert_close(o[:, :17], clean[0])
+    torch.testing.assert_close(final[0], clean[1][0])
+
+
+def test_strided_inputs_and_expanded_cotangents() -> None:
+    x = draw(T=64)
+    wide = {key: y.transpose(-1, -2).contiguous().transpose(-1, -2) if y.dim() > 2 else y for key, y in x.items()}
+    state = torch.randn(1, 2, 16, 16, dtype=torch.float64).transpose(-1, -2)  # V-first storage
+    got = kda(**wide, lower_bound=-5.0, state=state, impl="chunk")
+    want = kda(**x, lower_bound=-5.0, state=state.contiguous(), impl="reference")
+    torch.testing.assert_close(got[:2], want[:2])
+    grads = []
+    for impl in ("chunk", "reference"):
+        leaves = {key: y.clone().requires_grad_() for key, y in x.items()}
+        o, final, _ = kda(**leaves, lower_bound=-5.0, impl=impl)
+        (o.sum() + final.sum()).backward()
+        grads.append({key: y.grad for key, y in leaves.items()})
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_many_sequences_of_one_token() -> None:
+    x = draw(T=3000, H=1, HV=1, dtype=torch.float32)
+    o, final, _ = kda(**x, lower_bound=-5.0, lengths=[1] * 3000, impl="chunk")
+    rows = {key: y.transpose(0, 1) if key not in ("A_log", "dt_bias") else y for key, y in x.items()}
+    want = kda(**rows, lower_bound=-5.0, impl="reference")
+    torch.testing.assert_close(o.transpose(0, 1), want[0])
+    torch.testing.assert_close(final, want[1])
+
+
+def test_bf16_is_computed_in_fp32() -> None:
+    x = {key: y.bfloat16() if y.dim() > 2 else y for key, y in draw(T=64, dtype=torch.float32).items()}
+    o, final, _ = kda(**x, lower_bound=-5.0, impl="chunk")
+    assert o.dtype == torch.bfloat16 and final.dtype == torch.float32
+    want = kda(**{k: y.double() for k, y in x.items()}, lower_bound=-5.0, impl="reference")
+    assert (final.double() - want[1]).norm() <= 1e-6 * want[1].norm()
+    assert (o.double() - want[0]).norm() <= 3e-3 * want[0].norm()
