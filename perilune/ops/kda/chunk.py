@@ -12,10 +12,12 @@ Only the last line (and U's use of S) is sequential. Backward, with P = (I + βA
     dg = reverse running sum of (q ⊙ dq + k ⊙ dk_read − k ⊙ dk_write), plus Σ_v S ⊙ dS at each chunk's end.
 Products of e^G are never undone by a division: e^G k ⊙ d(e^G k) is k ⊙ dk.
 
-fp32 inside (fp64 for fp64 inputs). Kept for the backward: g, the two C×C matrices, U, W, the state before each chunk;
-the rest is recomputed. Shapes: M chunks, h = value heads, m = M·h, C tokens, K and V head sizes, G = K or 1.
+fp32 inside (fp64 for fp64 inputs). On a CPU a pass over memory costs as much as a small product, so what the forward
+made is kept for the backward, about 350 numbers a token and head at K = V = 32.
+Shapes: M chunks, h = value heads, m = M·h, C tokens, K and V head sizes, G = K or 1.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,15 +76,16 @@ class _Chunk(torch.autograd.Function):
         g = _cut_decay(gate, A_log, dt_bias, lower_bound, plan)
         decay = decay_of(g, lower_bound)
         b = _cut_beta(beta, plan)
-        rows, cols, _, _ = _keys(q, k, decay, plan, HV, scale)
+        q_norm, k_norm = _inverse_norm(q), _inverse_norm(k)
+        rows, cols = _rows_and_cols(q, k, q_norm, k_norm, decay, plan, HV, scale)
 
         A = products(decay, rows, cols)
-        A.mul_(_causal(plan.C, A.dtype, A.device))
-        U = _cut(v, plan).mul_(b)
-        W = None
+        see, before = _causal(plan.C, A.dtype, A.device)
+        A_qk = A[:, 0] * see
+        U = _cut(v, plan, b)
+        W = inverse = None
         if delta:
-            inverse = unit_lower_inverse(A[:, 1].mul_(b))
-            A[:, 1] = inverse  # kept in its place: A_kk itself is not needed again
+            inverse = unit_lower_inverse(A[:, 1], before * b)
             U = torch.bmm(inverse, U)
             W = torch.bmm(inverse, scaled(rows[:, 1], decay.head).mul_(-b))
         write = scaled(cols, decay.rest)
@@ -91,99 +94,100 @@ class _Chunk(torch.autograd.Function):
         _place_initial(states, state, plan)
         _scan(states, U, W, write, decay.total, plan)
 
-        o = torch.bmm(A[:, 0], U).baddbmm_(scaled(rows[:, 0], decay.head), _starts(states, plan))
-        final = states[plan.M :] if plan.rank is None else states[plan.M :].index_select(0, plan.rank)
+        o = torch.bmm(A_qk, U).baddbmm_(scaled(rows[:, 0], decay.head), _starts(states, plan))
+        final = states[plan.M :].clone() if plan.rank is None else states[plan.M :].index_select(0, plan.rank)
         exports = None if plan.exports is None else states.index_select(0, plan.exports)
-        ctx.save_for_backward(q, k, v, gate, beta, A_log, dt_bias, g, A, U, W, states)
-        ctx.plan, ctx.lower_bound, ctx.scale, ctx.delta = plan, lower_bound, scale, delta
-        ctx.state_dtype = None if state is None else state.dtype
+        ctx.save_for_backward(q, k, gate, A_log, dt_bias, g, b, rows, cols, write, A_qk, inverse, U, W, states)
+        ctx.decay, ctx.norms, ctx.plan = decay, (q_norm, k_norm), plan
+        ctx.lower_bound, ctx.scale = lower_bound, scale
+        ctx.like = (v.shape, v.dtype, beta.dtype, None if state is None else state.dtype)
         ctx.set_materialize_grads(False)
-        return _joined(o, v, plan), final.clone() if plan.rank is None else final, exports
+        return _joined(o, v.shape, v.dtype, plan), final, exports
 
     @staticmethod
     @once_differentiable
     def backward(  # type: ignore[override]
         ctx: Any, do: Tensor | None, dfinal: Tensor | None, dexports: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, gate, beta, A_log, dt_bias, g, A, U, W, states = ctx.saved_tensors
-        plan, scale = ctx.plan, ctx.scale
-        HV = v.shape[2]
-        decay, b = decay_of(g, ctx.lower_bound), _cut_beta(beta, plan)
-        rows, cols, q_norm, k_norm = _keys(q, k, decay, plan, HV, scale)
-        write = scaled(cols, decay.rest)
-        do_mCV = torch.zeros_like(U) if do is None else _cut(do, plan)
-        if plan.padded is not None:
-            _blank(do_mCV, plan, HV)
+        q, k, gate, A_log, dt_bias, g, b, rows, cols, write, A_qk, inverse, U, W, states = ctx.saved_tensors
+        plan, decay = ctx.plan, ctx.decay
+        v_shape, v_dtype, beta_dtype, state_dtype = ctx.like
+        m, C, V = U.shape
 
-        # dU and, from the last chunk to the first, the gradient of the state after each chunk.
-        dU = torch.bmm(A[:, 0].transpose(1, 2), do_mCV)
+        # [dO; −β P], the left factors of every product that concerns q and k.
+        outer = torch.zeros(m, 2, C, V, dtype=U.dtype, device=U.device)
+        if do is not None:
+            outer[:, 0].view(_cut_shape(do, plan)).copy_(_view(do, plan))
+            _blank(outer[:, 0], plan)
+        dU = torch.bmm(A_qk.transpose(1, 2), outer[:, 0])
         read = scaled(rows[:, 0], decay.head)
-        dafter, dstate = _scan_backward(dU, W, write, read, do_mCV, decay.total, dfinal, dexports, states, plan)
-
-        P = torch.bmm(A[:, 1].transpose(1, 2), dU) if ctx.delta else dU
+        dafter, dstate = _scan_backward(dU, W, write, read, outer[:, 0], decay.total, dfinal, dexports, states, plan)
+        P = dU if inverse is None else torch.bmm(inverse.transpose(1, 2), dU)
         dbeta = torch.linalg.vecdot(P, U).unsqueeze(-1).mul_(1.0 - b)
         dv = P.mul_(b)
+        if inverse is not None:
+            torch.neg(dv, out=outer[:, 1])
 
-        # Gradients of [q; k] as rows, of k as columns, then of their decays.
-        outer = torch.stack([do_mCV, dv.neg() if ctx.delta else torch.zeros_like(dv)], 1)
-        m, _, C, V = outer.shape
-        starts = _starts(states, plan)
+        # Gradients of q and k as rows (what reads) and of k as columns (what writes).
         dA = torch.bmm(outer.view(m, 2 * C, V), U.transpose(1, 2)).view(m, 2, C, C)
         dA.mul_(_causal(C, dA.dtype, dA.device))
         drows, dcols = products_backward(decay, dA, rows, cols)
-        dread = torch.bmm(outer.view(m, 2 * C, V), starts.transpose(1, 2)).view(m, 2, *decay_tiles(decay, C), -1)
+        tiles = (C // decay.c, decay.c, -1)
+        dread = torch.bmm(outer.view(m, 2 * C, V), _starts(states, plan).transpose(1, 2)).view(m, 2, *tiles)
         drows.view(dread.shape).addcmul_(dread, decay.head.unsqueeze(1))
-        dwrite = torch.bmm(U, dafter.transpose(1, 2))
-        dcols.view(m, *decay_tiles(decay, C), -1).addcmul_(dwrite.view(m, *decay_tiles(decay, C), -1), decay.rest)
+        dwrite = torch.bmm(U, dafter.transpose(1, 2)).view(m, *tiles)
+        dcols.view(dwrite.shape).addcmul_(dwrite, decay.rest)
 
-        along_q, along_k = rows[:, 0].mul_(drows[:, 0]), rows[:, 1].mul_(drows[:, 1])
-        along_write = cols.mul_(dcols)
-        c_q, c_k = along_q.sum(-1, keepdim=True), (along_k + along_write).sum(-1, keepdim=True)
-        dg = _decay_gradient(along_q.add_(along_k).sub_(along_write), states, dafter, g, plan)
-        dq, dk = _key_gradients(q, k, drows, dcols, decay, q_norm, k_norm, c_q, c_k, plan, scale, HV)
+        along_q, along_k, along_write = rows[:, 0] * drows[:, 0], rows[:, 1] * drows[:, 1], cols * dcols
+        drows[:, 0].mul_(decay.grow)
+        drows[:, 1].mul_(decay.grow).addcmul_(dcols, decay.shrink)
+        dq = _unnormed(q, ctx.norms[0], drows[:, 0], along_q.sum(-1, keepdim=True), ctx.scale, plan)
+        along_both = (along_k + along_write).sum(-1, keepdim=True)
+        dk = _unnormed(k, ctx.norms[1], drows[:, 1], along_both, 1.0, plan)
+        dg = _decay_gradient(along_q.add_(along_k).sub_(along_write), states, dafter, g, ctx.lower_bound, plan)
         dgate, dA_log, dbias = _gate_gradients(gate, A_log, dt_bias, dg, g, ctx.lower_bound, plan)
         return (
             dq,
             dk,
-            _joined(dv, v, plan),
+            _joined(dv, v_shape, v_dtype, plan),
             dgate,
-            _joined(dbeta, beta.unsqueeze(-1), plan).squeeze(-1),
+            _joined(dbeta, (*v_shape[:3], 1), beta_dtype, plan).squeeze(-1),
             dA_log,
             dbias,
-            None if ctx.state_dtype is None else dstate.to(ctx.state_dtype),
+            None if state_dtype is None else dstate.to(state_dtype),
             *[None] * 4,
         )
 
 
-def unit_lower_inverse(L: Tensor) -> Tensor:
-    """(I + L)⁻¹ of strictly lower L [m,C,C], C a power of two, by halving: exact products, no power series.
+def unit_lower_inverse(A_mCC: Tensor, mask_mCC: Tensor) -> Tensor:
+    """(I + L)⁻¹ of L = A ⊙ mask, strictly lower, C a power of two, by halving: exact products, no power series.
 
     [[A, 0], [X, B]]⁻¹ = [[A⁻¹, 0], [−B⁻¹ X A⁻¹, B⁻¹]]. Entries stay of the size of the true inverse at every
     level, which a series in powers of L does not give (identical keys: true entries ≤ 1, powers above 3,000).
     """
-    m, C, _ = L.shape
-    inverse = torch.eye(C, dtype=L.dtype, device=L.device).repeat(m, 1, 1)
+    m, C, _ = A_mCC.shape
+    # One row to spare in each matrix puts the diagonal blocks of all matrices at one stride: batches without a copy.
+    store = A_mCC.new_empty(m, C + 1, C)
+    inverse = store[:, :C]
+    torch.mul(A_mCC, mask_mCC, out=inverse)
+    inverse.diagonal(dim1=1, dim2=2).fill_(1.0)
     s = 1
     while s < C:
         h = C // (2 * s)
-        grid = inverse.view(m, h, 2, s, h, 2, s)
-        corner = L.view(m, h, 2, s, h, 2, s)[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-        target = grid[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+
+        def block(row: int, col: int, s: int = s, h: int = h) -> Tensor:
+            return store.as_strided((m * h, s, s), (2 * s * (C + 1), C, 1), (row * C + col) * s)
+
+        corner = block(1, 0)
         if s == 1:
-            target.copy_(-corner)
+            corner.neg_()
         else:
-            early = grid[:, :, 0, :, :, 0].diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, s, s)
-            late = grid[:, :, 1, :, :, 1].diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, s, s)
-            block = torch.bmm(torch.bmm(late, corner.reshape(-1, s, s)), early).neg_()
-            target.copy_(block.view(m, h, s, s))
+            torch.neg(torch.bmm(torch.bmm(block(1, 1), corner), block(0, 0)), out=corner)
         s *= 2
     return inverse
 
 
-def decay_tiles(decay: Decay, C: int) -> tuple[int, int]:
-    return C // decay.c, decay.c
-
-
+@functools.cache
 def _causal(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Masks [2,C,C]: the query sees its own token, the key does not."""
     ones = torch.ones(C, C, dtype=dtype, device=device)
@@ -201,74 +205,81 @@ def _view(x: Tensor, plan: Plan) -> Tensor:
     return x.reshape(B * T, heads, D).index_select(0, plan.tokens).view(plan.M, plan.C, heads, D).transpose(1, 2)
 
 
-def _cut(x: Tensor, plan: Plan) -> Tensor:
-    """[B,T,heads,D] -> a new [m,C,D] in the accumulating dtype. Padding repeats the sequence's last token."""
-    cut = _view(x, plan)
-    out = torch.empty(cut.shape, dtype=accumulating(x.dtype), device=x.device)
-    return out.copy_(cut).view(-1, plan.C, x.shape[3])
+def _cut_shape(x: Tensor, plan: Plan) -> tuple[int, ...]:
+    """The shape of `_view`."""
+    B, T, heads, D = x.shape
+    return (T // plan.C, B, heads, plan.C, D) if plan.tokens is None else (plan.M, heads, plan.C, D)
 
 
-def _joined(x_mCD: Tensor, like: Tensor, plan: Plan) -> Tensor:
-    """[m,C,D] -> [B,T,heads,D] with the shape and dtype of `like`."""
-    B, T, heads, D = like.shape
-    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+def _cut(x: Tensor, plan: Plan, factor_mC1: Tensor) -> Tensor:
+    """[B,T,heads,D] times a factor a token -> a new [m,C,D]. Padding repeats the sequence's last token."""
+    view = _view(x, plan)
+    out = torch.empty(view.shape, dtype=accumulating(x.dtype), device=x.device)
+    torch.mul(view, factor_mC1.view(*view.shape[:-1], 1), out=out)
+    return out.view(-1, plan.C, x.shape[3])
+
+
+def _joined(x_mCD: Tensor, shape: tuple[int, ...], dtype: torch.dtype, plan: Plan) -> Tensor:
+    """[m,C,D] -> [B,T,heads,D] of this shape and dtype."""
+    B, T, heads, D = shape
     if plan.tokens is None:
-        chunks = x_mCD.view(T // plan.C, B, heads, plan.C, D)
-        out.view(B, T // plan.C, plan.C, heads, D).copy_(chunks.permute(1, 0, 3, 2, 4))
+        out = torch.empty(shape, dtype=dtype, device=x_mCD.device)
+        _view(out, plan).copy_(x_mCD.view(T // plan.C, B, heads, plan.C, D))
         return out
     packed = x_mCD.view(plan.M, heads, plan.C, D).transpose(1, 2).reshape(plan.M * plan.C, heads, D)
-    return out.copy_(packed[plan.slots].view(like.shape))
+    return packed[plan.slots].view(shape).to(dtype)
 
 
-def _blank(x_mCD: Tensor, plan: Plan, heads: int) -> None:
+def _blank(x_mCD: Tensor, plan: Plan) -> None:
     """Zeroes the padding in place, whatever it holds."""
     if plan.padded is not None:
-        x_mCD.view(plan.M, heads, plan.C, -1).masked_fill_(plan.padded.view(plan.M, 1, plan.C, 1), 0.0)
+        x_mCD.unflatten(0, (plan.M, -1)).masked_fill_(plan.padded.view(plan.M, 1, plan.C, 1), 0.0)
 
 
 def _cut_decay(gate: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None, plan: Plan) -> Tensor:
     """g [m,C,G], zero in the padding, so that padding changes no state."""
-    dtype, heads = accumulating(gate.dtype), gate.shape[2]
-    chunks = _view(gate, plan)
-    z = torch.empty(chunks.shape, dtype=dtype, device=gate.device).copy_(chunks)
-    z.add_(dt_bias.to(dtype).unsqueeze(-2))
+    dtype = accumulating(gate.dtype)
+    view, bias = _view(gate, plan), dt_bias.to(dtype).unsqueeze(-2)
+    z = torch.empty(view.shape, dtype=dtype, device=gate.device)
+    torch.add(view, bias, out=z)
     if lower_bound is None:
         g = clamped(log_decay(z, A_log.unsqueeze(-1), torch.zeros_like(A_log).view(-1, 1, 1), None))
     else:
         g = z.mul_(A_log.to(dtype).exp().view(-1, 1, 1)).sigmoid_().mul_(lower_bound)
     g = g.view(-1, plan.C, gate.shape[3])
-    _blank(g, plan, heads)
+    _blank(g, plan)
     return g
 
 
 def _cut_beta(beta: Tensor, plan: Plan) -> Tensor:
     """sigmoid(β) [m,C,1], zero in the padding."""
-    b = _cut(beta.unsqueeze(-1), plan).sigmoid_()
-    _blank(b, plan, beta.shape[2])
+    b = _view(beta.unsqueeze(-1), plan).to(accumulating(beta.dtype)).sigmoid().reshape(-1, plan.C, 1)
+    _blank(b, plan)
     return b
 
 
-def _keys(
-    q: Tensor, k: Tensor, decay: Decay, plan: Plan, HV: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows [m,2,C,K] (q·scale·grow, k·grow), columns [m,C,K] (k·shrink), and the inverse norms [M·H,C,1] of q and k."""
-    q_cut, k_cut = _cut(q, plan), _cut(k, plan)
-    norms = [torch.rsqrt(torch.linalg.vecdot(x, x).add_(L2_EPS)).unsqueeze(-1) for x in (q_cut, k_cut)]
-    q_unit, k_unit = (_spread(x.mul_(r), plan, HV) for x, r in zip((q_cut, k_cut), norms, strict=True))
-    m, C, K = k_unit.shape
-    rows = k_unit.new_empty(m, 2, C, K)
-    torch.mul(q_unit, decay.grow, out=rows[:, 0])
-    rows[:, 0].mul_(scale)
-    torch.mul(k_unit, decay.grow, out=rows[:, 1])
-    return rows, k_unit * decay.shrink, norms[0], norms[1]
+def _inverse_norm(x: Tensor) -> Tensor:
+    """1/sqrt(Σx² + 1e-6) [B,T,H,1]."""
+    x = x.to(accumulating(x.dtype))
+    return torch.rsqrt(torch.linalg.vecdot(x, x).add_(L2_EPS)).unsqueeze(-1)
 
 
-def _spread(x: Tensor, plan: Plan, HV: int) -> Tensor:
-    """Key heads to value heads: [M·H,C,K] -> [M·HV,C,K]."""
-    H = x.shape[0] // plan.M if plan.M else HV
-    if H == HV:
-        return x
-    return x.view(plan.M, H, 1, *x.shape[1:]).expand(-1, -1, HV // H, -1, -1).reshape(plan.M * HV, *x.shape[1:])
+def _rows_and_cols(
+    q: Tensor, k: Tensor, q_norm: Tensor, k_norm: Tensor, decay: Decay, plan: Plan, HV: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Rows [m,2,C,K] (q·scale·grow, k·grow) and columns [m,C,K] (k·shrink) of unit q and k, spread to value heads."""
+    H, K = q.shape[2:]
+    m = plan.M * HV
+    rows = q_norm.new_empty(m, 2, plan.C, K)
+    cols = q_norm.new_empty(m, plan.C, K)
+    # [chunks, H, HV/H, C, K]: key heads broadcast over their value heads.
+    grouped = (*_cut_shape(q, plan)[:-3], H, HV // H, plan.C, K)
+    for x, norm, out in ((q, q_norm * scale, rows[:, 0]), (k, k_norm, cols)):
+        unit = _view(x, plan).unsqueeze(-3).expand(*grouped[:-2], -1, -1)
+        torch.mul(unit, _view(norm, plan).unsqueeze(-3), out=out.view(grouped))
+    rows[:, 0].mul_(decay.grow)
+    torch.mul(cols, decay.grow, out=rows[:, 1])
+    return rows, cols.mul_(decay.shrink)
 
 
 # The scan over chunks.
@@ -361,50 +372,41 @@ def _scan_backward(
 # Gradients of what went into the chunks.
 
 
-def _decay_gradient(along_mCK: Tensor, states: Tensor, dafter: Tensor, g: Tensor, plan: Plan) -> Tensor:
+def _decay_gradient(
+    along_mCK: Tensor, states: Tensor, dafter: Tensor, g: Tensor, lower_bound: float | None, plan: Plan
+) -> Tensor:
     """dg [m,C,G] from q⊙dq + k⊙dk_read − k⊙dk_write and the states after each chunk."""
-    C = along_mCK.shape[1]
     after = states[plan.N :] if plan.after is None else states.index_select(0, plan.after)
     at_end = torch.linalg.vecdot(after.flatten(0, 1), dafter).unsqueeze(1)
     if g.shape[2] == 1:
         along_mCK, at_end = along_mCK.sum(-1, keepdim=True), at_end.sum(-1, keepdim=True)
-    ones = torch.ones(C, C, dtype=g.dtype, device=g.device).triu()
-    dg = torch.matmul(ones, along_mCK).add_(at_end)
-    # Where exp(g) is zero so is its gradient; roundoff there would meet the large slope of a softplus gate.
-    return dg.masked_fill_(g <= floor(g.dtype), 0.0)
+    later = _causal(plan.C, g.dtype, g.device)[0].T
+    dg = torch.matmul(later, along_mCK).add_(at_end)
+    if lower_bound is None:
+        # Where exp(g) is zero so is its gradient; roundoff there would meet the large slope of a softplus gate.
+        dg.masked_fill_(g <= floor(g.dtype), 0.0)
+    return dg
 
 
-def _key_gradients(
-    q: Tensor,
-    k: Tensor,
-    drows: Tensor,
-    dcols: Tensor,
-    decay: Decay,
-    q_norm: Tensor,
-    k_norm: Tensor,
-    c_q: Tensor,
-    c_k: Tensor,
-    plan: Plan,
-    scale: float,
-    HV: int,
-) -> tuple[Tensor, Tensor]:
-    """dq, dk in their inputs' shapes: through the decay, the sum over a key head's value heads, and the L2 norm."""
-    dq_unit = drows[:, 0].mul_(decay.grow)
-    dk_unit = drows[:, 1].mul_(decay.grow).addcmul_(dcols, decay.shrink)
-    found = []
-    for x, dx, norm, along, factor in ((q, dq_unit, q_norm, c_q, scale), (k, dk_unit, k_norm, c_k, 1.0)):
-        dx, along = _gathered(dx, plan, x.shape[2], HV), _gathered(along, plan, x.shape[2], HV)
-        # x/‖x‖: d = r (du − u ⟨u, du⟩), with u = r x and ⟨u, du⟩ already summed.
-        d = dx.mul(norm * factor).addcmul_(_cut(x, plan), norm.square().mul_(along), value=-1.0)
-        found.append(_joined(d, x, plan))
-    return found[0], found[1]
+def _unnormed(x: Tensor, norm: Tensor, dunit: Tensor, along: Tensor, scale: float, plan: Plan) -> Tensor:
+    """Gradient of x [B,T,H,K] from that of its scaled unit vector at value heads [m,C,K] and ⟨unit, gradient⟩ [m,C,1].
 
-
-def _gathered(x: Tensor, plan: Plan, H: int, HV: int) -> Tensor:
-    """Sums over the value heads of each key head."""
-    if H == HV:
-        return x
-    return x.reshape(plan.M, H, HV // H, *x.shape[1:]).sum(2).view(plan.M * H, *x.shape[1:])
+    x/‖x‖: dx = r (du − u ⟨u, du⟩) with u = r x, after summing over a key head's value heads.
+    """
+    H, HV = x.shape[2], dunit.shape[0] // max(plan.M, 1)
+    grouped = (plan.M, H, HV // H, plan.C)
+    if H != HV:
+        dunit = dunit.reshape(*grouped, -1).sum(2)
+        along = along.view(*grouped, 1).sum(2)
+    r = _view(norm, plan)
+    d = dunit.reshape(r.shape[:-1] + dunit.shape[-1:]) * (r * scale)
+    shrink = r.square() * along.reshape(r.shape)
+    if plan.tokens is not None:
+        d.addcmul_(_view(x, plan), shrink, value=-1.0)
+        return _joined(d.view(-1, plan.C, x.shape[3]), x.shape, x.dtype, plan)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.addcmul(d, _view(x, plan), shrink, value=-1.0, out=_view(dx, plan))
+    return dx
 
 
 def _gate_gradients(
@@ -412,18 +414,21 @@ def _gate_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d gate, d A_log, d dt_bias from dg [m,C,G]."""
     dtype, HV, G = g.dtype, gate.shape[2], gate.shape[3]
-    rate = A_log.to(dtype).exp().view(1, HV, 1, 1)
-    bias = dt_bias.to(dtype).view(1, HV, 1, G)
-    dg, g = dg.view(-1, HV, plan.C, G), g.view(-1, HV, plan.C, G)
-    z = _cut(gate, plan).view(dg.shape).add_(bias)
+    rate = A_log.to(dtype).exp().view(HV, 1, 1)
+    bias = dt_bias.to(dtype).view(HV, 1, G)
+    view = _view(gate, plan)
+    dg, g = dg.view(view.shape), g.view(view.shape)
     if lower_bound is None:
-        dA_log = torch.linalg.vecdot(dg, g).sum((0, 2))
-        dz = z.sigmoid_().mul_(dg).mul_(-rate)
+        dz = (view + bias).sigmoid_().mul_(dg).mul_(-rate)
     else:
         dz = torch.addcmul(g, g, g, value=-1.0 / lower_bound).mul_(dg).mul_(rate)
-        dA_log = torch.linalg.vecdot(dz, z).sum((0, 2))
-    if plan.padded is not None:
-        dz.masked_fill_(plan.padded.view(plan.M, 1, plan.C, 1), 0.0)
-    dbias = dz.sum((0, 2))
-    dgate = _joined(dz.view(-1, plan.C, G), gate, plan)
-    return dgate, dA_log.to(A_log.dtype), dbias.to(dt_bias.dtype)
+    dz = dz.contiguous()
+    _blank(dz.view(-1, plan.C, G), plan)
+    dbias = dz.flatten(0, -4).sum((0, 2))
+    if lower_bound is None:
+        dA_log = (dg * g).flatten(0, -4).sum((0, 2, 3))
+    else:  # Σ dz (z + bias), the second part from sums already made
+        dA_log = (dz * view).flatten(0, -4).sum((0, 2, 3))
+        dA_log += (dbias * bias.squeeze(1)).sum(-1)
+    dgate = _joined(dz.view(-1, plan.C, G), gate.shape, gate.dtype, plan)
+    return dgate, dA_log.to(A_log.dtype), dbias.to(dt_bias.dtype).view(dt_bias.shape)
