@@ -2,8 +2,8 @@
 
     python bench/kda_cpu.py [--threads 2] [--repeats 15]
 
-Prints medians and best of `repeats` (wall clock): the forward at T=2048, B=1, H=4, K=V=32 both ways and their ratio, and forward
-plus backward of 16 sequences of 256 tokens, for a slow gate (mean log-decay about −0.02) and a fast one (−2.5 a token).
+Prints median and best wall clock of `repeats`: the forward at T=2048, B=1, H=4, K=V=32 both ways and their ratio, and
+forward plus backward of 16 sequences of 256 tokens, for a slow gate (mean log-decay −0.03) and a fast one (−2.5).
 """
 
 import argparse
