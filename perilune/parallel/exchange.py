@@ -59,6 +59,12 @@ class Loan:
         self.fabric.settle(self.fetch())
         return tuple(pool.slots for pool in self.pools)
 
+    def gradient_slots(self) -> tuple[Tensor, ...]:
+        """Where to write the gradients of used slots, [B, ...] each; contents undefined. Returned by backward as they
+        are.
+        """
+        return tuple(self.fabric.gradient_slots([pool.slots for pool in self.pools]))
+
 
 @dataclass
 class Exchange:

@@ -39,7 +39,6 @@ class Traffic(Protocol):
     plan: Plan
     ends: Tensor  # int32 [G], for grouped products; the last one is the number of rows of the receive buffer
     rows: int  # of the receive buffer
-    split: int | None  # rows of the experts at home, where the host knows it
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,8 @@ class Fabric(Protocol):
 
     def settle(self, sent: bool) -> None: ...
 
+    def gradient_slots(self, slots: Sequence[Tensor]) -> list[Tensor]: ...
+
     def give_back(self, borrowed: Sequence[Tensor], own: Sequence[Tensor], traffic: Any) -> None: ...
 
 
@@ -109,7 +110,6 @@ class CollectiveTraffic:
     plan: Plan
     ends: Tensor
     rows: int
-    split: int
     shape: torch.Size
     entries: Swap
     payloads: Swap
@@ -184,7 +184,6 @@ class Collective:
         rows = int(ends[-1]) if rows is None else rows
         if int(ends[-1]) > rows:
             raise ValueError(f"exchange: rank {self.rank} executes {int(ends[-1])} rows, its buffer holds {rows}")
-        split = int(ends[made.local - 1])
         ends[-1] = rows  # rows past the last segment are zeros and weigh nothing
         host = at.host.flatten()
         order = torch.argsort(torch.where(host < 0, self.size, host), stable=True)[: int((host >= 0).sum())]
@@ -203,7 +202,7 @@ class Collective:
         number[heads] = torch.arange(heads.numel(), device=slot.device)
         lent, experts, slots = self._loans(made)
         return CollectiveTraffic(
-            made, ends, rows, split, at.host.shape, entries, payloads, order, order[primary] // max(K, 1),
+            made, ends, rows, at.host.shape, entries, payloads, order, order[primary] // max(K, 1),
             payload_of.view(at.host.shape), slot, number[parent], _chains(heads, slot, follows, K, rows),
             lent, experts, slots,
         )  # fmt: skip
@@ -251,6 +250,10 @@ class Collective:
 
     def settle(self, sent: bool) -> None:
         """Before slots are read; `sent`: after a `lend`. A collective returns with what it brings."""
+
+    def gradient_slots(self, slots: Sequence[Tensor]) -> list[Tensor]:
+        """Room for the gradients of slots like these; `give_back` reads the used ones only."""
+        return [torch.empty_like(pool) for pool in slots]
 
     def give_back(self, borrowed: Sequence[Tensor], own: Sequence[Tensor], traffic: CollectiveTraffic) -> None:
         """Add the gradients of slots [B, ...] to those of their homes [E/R, ...], in place, in fp32, by ascending

@@ -57,7 +57,6 @@ class SymmetricTraffic:
     slot: Tensor
     parent: Tensor
     next: Tensor
-    split: int | None = None
     row_parent: Tensor | None = None
     row_next: Tensor | None = None
 
@@ -265,6 +264,11 @@ class Symmetric:
             self._barrier("prefetch")
         self._reading.add("slots")
 
+    def gradient_slots(self, slots: Sequence[Tensor]) -> list[Tensor]:
+        """Shared buffers, so that homes read the gradients where they were written."""
+        self._before_writing("gradients")
+        return [self._shared(f"gradients {i}", pool.shape, pool.dtype).mine for i, pool in enumerate(slots)]
+
     def give_back(self, borrowed: Sequence[Tensor], own: Sequence[Tensor], traffic: SymmetricTraffic) -> None:
         """Add the gradients of slots [B, ...] to those of their homes [E/R, ...], in place, in fp32, by ascending
         rank.
@@ -272,15 +276,14 @@ class Symmetric:
         made = traffic.plan
         if not made.slots:
             return
-        self._before_writing("gradients")
-        buffers = []
-        for i, grad in enumerate(borrowed):
-            buffers.append(self._shared(f"gradients {i}", grad.shape, grad.dtype))
-            W = grad[0].numel()
-            self._launch(
-                kernels.stage_kernel, (made.slots, COPY_PROGRAMS), grad.contiguous(), made.replicas, buffers[i].mine,
-                self.rank, W, B=made.slots, BW=1024,
-            )  # fmt: skip
+        buffers = [self._shared(f"gradients {i}", grad.shape, grad.dtype) for i, grad in enumerate(borrowed)]
+        for grad, buffer in zip(borrowed, buffers, strict=True):
+            if grad.data_ptr() != buffer.mine.data_ptr():  # of a compute that made its own
+                self._before_writing("gradients")
+                self._launch(
+                    kernels.stage_kernel, (made.slots, COPY_PROGRAMS), grad.contiguous(), made.replicas, buffer.mine,
+                    self.rank, grad[0].numel(), B=made.slots, BW=1024,
+                )  # fmt: skip
         self._barrier("gradient reduce", "gradients")
         for home, buffer in zip(own, buffers, strict=True):
             L, W = home.shape[0], home[0].numel()

@@ -70,6 +70,26 @@ def symmetric() -> None:
         print("symmetric", name, build(made, used, constants))
 
 
+def products() -> None:
+    """Borrowed groups at H=7168, H'=2048: gate-up, down and their gradients."""
+    from perilune.parallel import products_triton as k
+
+    strides = ["D", "F", "out_row", "x_row", "w_group", "w_row", "w_col", "g_group", "g_row", "g_col", "dy_row"]
+    full = (
+        dict.fromkeys(["out", "x", "weights", "grad", "dy"], "*bf16")
+        | {"borders": "*i32"}
+        | dict.fromkeys(strides, "i32")
+    )
+    tiles = {"BM": 128, "BN": 128, "BK": 64, "WIDE": tl.float32}
+    for kernel, constants, ones in [
+        (k.product_kernel, {"B": 192, "BP": 256}, {"w_row": 1}),  # weights.mT: gate-up and down forward
+        (k.product_kernel, {"B": 192, "BP": 256}, {"w_col": 1}),  # and backward
+        (k.gradient_kernel, {}, {"g_col": 1}),
+    ]:
+        signature = {a: full[a] for a in kernel.arg_names if a in full and a not in ones}
+        print("products", kernel.__name__, build(kernel, signature, tiles | constants | ones, warps=8))
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         globals()[name]()

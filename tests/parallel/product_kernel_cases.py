@@ -1,0 +1,37 @@
+"""Run by test_products in its own interpreter: the kernels for borrowed groups against loops."""
+
+import numpy as np
+import torch
+
+from perilune.parallel import products_triton as k
+
+
+def case(seed: int, dtype: torch.dtype) -> None:
+    rng, g = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    B, D, F = (int(rng.integers(1, n)) for n in (6, 40, 40))
+    sizes = rng.integers(0, 30, size=B + 1) * (rng.random(B + 1) < 0.7)
+    borders = torch.from_numpy(sizes.cumsum()).to(torch.int32)
+    N = int(borders[-1])
+    new = lambda *shape: torch.randn(*shape, generator=g).to(dtype)  # noqa: E731
+    x, dy, weights = new(N, D), new(N, F), new(B, F, D).mT
+    out, grad = torch.full((N, F), 7.0, dtype=dtype), torch.full((B, F, D), 7.0, dtype=dtype).mT
+    want_out, want_grad = out.clone(), grad.clone()
+    for b in range(B):
+        rows = slice(int(borders[b]), int(borders[b + 1]))
+        if rows.start < rows.stop:
+            want_out[rows] = (x[rows].double() @ weights[b].double()).to(dtype)
+            want_grad[b] = (x[rows].double().T @ dy[rows].double()).to(dtype)
+    if N:
+        k.lent_product(out, x, weights, borders, (16, 16, 16))
+    k.lent_gradients(grad, x, dy, borders, (16, 16, 16))
+    for got, want in ((out, want_out), (grad, want_grad)):
+        torch.testing.assert_close(
+            got, want, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-2 if dtype == torch.float16 else 1e-5
+        )
+    first = slice(0, int(borders[0]))
+    assert torch.equal(out[first], torch.full_like(out[first], 7.0))  # rows of the home groups are not touched
+
+
+for seed in range(12):
+    case(seed, torch.float32 if seed % 3 else torch.float16)
+print("ok")
