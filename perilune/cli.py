@@ -1,18 +1,220 @@
-"""The command line: `perilune run | chat | generate | report | params | check | export | import`."""
+"""The command line. Commands import what they need when they run, so that `perilune --help` is instant.
+
+Every mistake a user can make ends in one sentence on stderr and exit code 2; a failed check in exit code 1.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from perilune import __version__
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a recipe key: a.b=v (v is TOML).")]
+Where = Annotated[Path, typer.Argument(help="A run, a stage or a checkpoint directory.")]
+
+
+def _one_sentence(command: Callable[..., Any]) -> Callable[..., Any]:
+    """User errors as one sentence; anything else is a bug and keeps its traceback."""
+
+    @wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except typer.Exit:  # a RuntimeError by descent
+            raise
+        except (ValueError, OSError) as error:
+            sentence = _sentence(error)
+        except RuntimeError as error:
+            if type(error) is RuntimeError:  # torch's own: not a user's mistake
+                raise
+            sentence = _sentence(error)
+        except KeyboardInterrupt:
+            sentence = "Interrupted; run the same command again to continue."
+        typer.echo(f"perilune: {sentence}", err=True)
+        raise typer.Exit(2)
+
+    return guarded
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno == 28:
+        return f"The disk is full{f': {error.filename}' if error.filename else ''}; nothing was left half-written."
+    text = str(error) or type(error).__name__
+    return text if text.endswith(".") else text + "."
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 @app.callback()
-def main() -> None:
+def main(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done and which kernels run.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,  # noqa: ARG001
+) -> None:
     """Perilune: train, talk to and serve models of the Kimi K3 architecture."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
 
 
 @app.command()
-def version() -> None:
-    """Print the version."""
-    typer.echo(__version__)
+@_one_sentence
+def run(
+    recipe: Annotated[Path, typer.Argument(help="A TOML recipe.")],
+    out: Annotated[Path | None, typer.Option(help="Run directory; runs/<recipe name> by default.")] = None,
+    set_: SetOption = None,
+) -> None:
+    """Walk a recipe's stages (tokenizer, pretrain, export). Interrupted, the same command continues."""
+    from perilune.stages import load_recipe
+    from perilune.stages import run as run_recipe
+
+    loaded = load_recipe(recipe, set_ or ())
+    directory = out or Path("runs") / loaded.name
+    run_recipe(loaded, directory, typer.echo)
+    _closing_words(directory)
+
+
+def _closing_words(directory: Path) -> None:
+    import json
+
+    looks = directory / "pretrain" / "inspect.jsonl"
+    if looks.is_file() and (lines := looks.read_text().splitlines()):
+        for sample in json.loads(lines[-1])["samples"]:
+            typer.secho(f"\n--- {sample['prompt']!r} continues:", fg="cyan")
+            typer.echo(sample["prompt"] + sample["text"])
+    typer.echo(f"\nTalk to it: perilune chat {directory}")
+
+
+@app.command()
+@_one_sentence
+def chat(
+    where: Where,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    max_tokens: int = 256,
+    seed: Annotated[int | None, typer.Option(help="Fixes the text.")] = None,
+    xtml: Annotated[bool, typer.Option(help="Use the K3 chat format (models trained on it).")] = False,
+) -> None:
+    """Talk to a model in the terminal, streaming. An empty line or Ctrl-D ends it."""
+    from perilune.talk import talk
+
+    talk(where, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, xtml=xtml)
+
+
+@app.command()
+@_one_sentence
+def generate(
+    where: Where,
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")],
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    top_k: int = 0,
+    max_tokens: int = 128,
+    seed: Annotated[int | None, typer.Option(help="Fixes the text.")] = None,
+) -> None:
+    """Continue a text."""
+    from perilune.model.generate import Sampling
+    from perilune.talk import continuation, open_model
+
+    model, tokenizer = open_model(where)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    stop = (tokenizer.eos,)
+    rule = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens, stop=stop)
+    pieces = continuation(model, tokenizer, text, rule)
+    typer.echo(text + next(pieces, ""), nl=False)  # nothing is printed for a prompt that is refused
+    for piece in pieces:
+        typer.echo(piece, nl=False)
+    typer.echo()
+
+
+@app.command()
+@_one_sentence
+def report(
+    where: Annotated[Path, typer.Argument(help="A run or its pretrain directory.")],
+    against: Annotated[list[Path] | None, typer.Option(help="Earlier runs to overlay.")] = None,
+) -> None:
+    """Write a run's report page and print its path."""
+    from perilune.train.report import report as write_report
+
+    def stage(path: Path) -> Path:
+        return path / "pretrain" if (path / "pretrain").is_dir() else path
+
+    typer.echo(write_report(stage(where), [stage(path) for path in against or ()]))
+
+
+@app.command()
+@_one_sentence
+def params(
+    model: Annotated[str, typer.Argument(help="A preset (tiny, mini, small, kimi_linear, k3) or a directory.")],
+    context: Annotated[list[int] | None, typer.Option(help="Context lengths for FLOPs per token.")] = None,
+) -> None:
+    """Parameters by part, bytes, decode state and FLOPs, all computed from the config."""
+    from perilune.params import show
+
+    show(model, tuple(context or ()))
+
+
+@app.command()
+@_one_sentence
+def check(path: Annotated[Path, typer.Argument(help="Golden vectors, one family, or a checkpoint directory.")]) -> None:
+    """Golden vectors against this build, one line a family; exit code 1 on any failure."""
+    from perilune.check import Result
+    from perilune.check import check as run_checks
+
+    results = []
+    for outcome in run_checks(path):
+        if isinstance(outcome, Result):
+            results.append(outcome)
+            verdict = "pass" if outcome.passed else "FAIL"
+            typer.echo(
+                f"{verdict}  {outcome.family:<18} {outcome.cases:>5} comparisons, largest error {outcome.error:.2e} "
+                f"({outcome.share:.2f} of its tolerance{', ' + outcome.note if outcome.note else ''})"
+            )
+        else:
+            typer.echo(f"skip  {outcome}")
+    failed = [r.family for r in results if not r.passed]
+    words = f"{len(failed)} failed: {', '.join(failed)}" if failed else "all passed"
+    typer.echo(f"{len(results)} families checked, {words}.")
+    if failed or not results:
+        raise typer.Exit(1)
+
+
+@app.command("import")
+@_one_sentence
+def import_(
+    source: Annotated[Path, typer.Argument(help="A released checkpoint: config.json and *.safetensors.")],
+    out: Annotated[Path, typer.Argument(help="Stage directory to make; the model lies in OUT/weights.")],
+    shard_gb: Annotated[float, typer.Option(help="Largest shard.")] = 5.0,
+) -> None:
+    """Take a released checkpoint in, checked tensor by tensor."""
+    from perilune.model.transfer import import_checkpoint
+
+    total = import_checkpoint(source, out / "weights", int(shard_gb * 1e9))
+    typer.echo(f"Imported {total:,} bytes into {out / 'weights'}.")
+
+
+@app.command()
+@_one_sentence
+def export(
+    where: Where,
+    out: Annotated[Path, typer.Argument(help="Checkpoint directory to write.")],
+    experts: Annotated[str | None, typer.Option(help="bfloat16 or mxfp4; as they are by default.")] = None,
+    dtype: Annotated[str, typer.Option(help="BF16 or F32.")] = "BF16",
+    shard_gb: Annotated[float, typer.Option(help="Largest shard.")] = 5.0,
+) -> None:
+    """Write a model in the released layout."""
+    from perilune.model.transfer import convert
+    from perilune.stages import find_weights
+
+    if dtype not in ("BF16", "F32") or experts not in (None, "bfloat16", "mxfp4"):
+        raise ValueError("--dtype is BF16 or F32, --experts is bfloat16 or mxfp4.")
+    total = convert(find_weights(where), out, dtype=dtype, experts=experts, shard_bytes=int(shard_gb * 1e9))  # type: ignore[arg-type]
+    typer.echo(f"Exported {total:,} bytes to {out}.")

@@ -94,6 +94,10 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         if value not in args:
             raise RecipeError(f"{key} must be one of {', '.join(map(repr, args))}, not {value!r}.")
         return value
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise RecipeError(f"{key} must be a section, not {value!r}.")
+        return dict(value)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise RecipeError(f"{key} must be a list, not {value!r}.")

@@ -57,7 +57,7 @@ class ParamPlan:
 
 _UNDECAYED = re.compile(r"(_res_proj\.weight|norm\d?\.weight|A_log|bias)$")  # AttnRes queries, norms, gates, biases
 _ADAMW = re.compile(r"((embed_tokens|lm_head|shared_head\.head|conv1d|patch_embed\.proj|pos_emb)\.weight)$")
-_EXPERTS = re.compile(r"\.experts\.w[123](\.weight)?$")
+_EXPERTS = re.compile(r"\.experts\.(w13|w2)$")  # w13 stacks each expert's gate and up matrices
 _KDA_HEADS = re.compile(r"\.self_attn\.[qkv]_proj\.weight$")
 _MLA_HEADS = re.compile(r"\.self_attn\.(q|q_b|kv_b)_proj\.weight$")
 
@@ -95,8 +95,8 @@ def _classify(name: str, p: Tensor, config: HeadCounts, in_mla: bool) -> tuple[L
         return "adamw", 1, False
     if _ADAMW.search(name):
         return "adamw", 1, True
-    if p.ndim == 3 and _EXPERTS.search(name):
-        return "muon", p.shape[0], True
+    if p.ndim == 3 and (experts := _EXPERTS.search(name)):
+        return "muon", p.shape[0] * (2 if experts[1] == "w13" else 1), True
     if p.ndim != 2:
         raise ValueError(f"{name} of shape {tuple(p.shape)} has no optimiser rule: neither a matrix nor named experts.")
     blocks = 1

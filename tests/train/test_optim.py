@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "model.layers.1.self_attn.kv_a_proj_with_mqa.weight": (10, 16),
     "model.layers.1.self_attn.kv_b_proj.weight": (33, 8),
     "model.layers.1.block_sparse_moe.gate.weight": (5, 16),
-    "model.layers.1.block_sparse_moe.experts.w1": (5, 8, 12),
+    "model.layers.1.block_sparse_moe.experts.w13": (5, 16, 12),
     "model.layers.1.block_sparse_moe.experts.w2": (5, 12, 8),
     "lm_head.weight": (32, 16),
 }
@@ -88,7 +88,7 @@ def test_plan_splits_heads_stacks_experts_and_keeps_the_rest_whole() -> None:
         "layers.1.self_attn.kv_a_proj_with_mqa.weight": 1,
         "layers.1.self_attn.kv_b_proj.weight": 3,
         "layers.1.block_sparse_moe.gate.weight": 1,
-        "layers.1.block_sparse_moe.experts.w1": 5,
+        "layers.1.block_sparse_moe.experts.w13": 10,
         "layers.1.block_sparse_moe.experts.w2": 5,
     }
 
@@ -120,7 +120,7 @@ def test_q_proj_without_a_bottleneck_is_split_by_the_heads_of_its_own_layer() ->
 def test_modes_change_blocks_and_kinds() -> None:
     whole = by_name(plan(parameters().items(), HEADS, mode="whole"))
     assert whole["layers.0.self_attn.q_proj.weight"].blocks == 1
-    assert whole["layers.1.block_sparse_moe.experts.w1"].blocks == 5
+    assert whole["layers.1.block_sparse_moe.experts.w13"].blocks == 10
     adamw = plan(parameters().items(), HEADS, mode="adamw", adamw_lr_scale=0.3)
     assert {p.kind for p in adamw} == {"adamw"} and {p.lr_scale for p in adamw} == {0.3}
     assert by_name(adamw)["layers.0.self_attn.q_proj.weight"].weight_decay == 0.1

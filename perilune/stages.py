@@ -1,0 +1,159 @@
+"""The stage runner: a recipe's stages in order, each resumable, each leaving a directory the next one takes.
+
+    RUN/recipe.json    the resolved recipe
+    RUN/tokenizer/     shards and tokenizer
+    RUN/pretrain/      checkpoints/, metrics.jsonl, report.html, weights/
+    RUN/export/        weights/ in bf16 (or packed experts), for everyone else
+
+Every stage directory that holds a model holds it as `weights/` in the released layout. Killed at any instant and run
+again, a recipe continues where it was.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from perilune.config import ConfigError, ModelConfig, preset, three_to_one
+from perilune.data import DataConfig, Prepared, prepare
+from perilune.model.shards import write_json
+from perilune.model.transfer import convert
+from perilune.recipe import RecipeError, build, read, to_table, unknown
+from perilune.tokenizer import Tokenizer
+from perilune.train.loop import Trainer
+from perilune.train.options import TrainConfig
+from perilune.train.report import report
+
+log = logging.getLogger("perilune")
+
+Stage = Literal["tokenizer", "pretrain", "export"]
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """How the final weights are stored."""
+
+    dtype: Literal["BF16", "F32"] = "BF16"
+    experts: Literal["bfloat16", "mxfp4"] = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole run. `model` is a preset and any ModelConfig field; `tokenizer` a path to reuse one."""
+
+    name: str = "run"
+    stages: tuple[Stage, ...] = ("tokenizer", "pretrain", "export")
+    model: dict[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+
+def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
+    """The recipe of a TOML file with `a.b=v` overrides. Raises RecipeError in one sentence naming the key."""
+    recipe = build(Recipe, read(path, overrides))
+    model_config(recipe.model)  # its keys are checked before anything runs
+    return recipe
+
+
+def model_config(table: Mapping[str, Any]) -> ModelConfig:
+    """`[model]`: `preset`, then any ModelConfig field. `mla_period` lays MLA every so many layers and last."""
+    changes = dict(table)
+    base = preset(changes.pop("preset", "tiny"))
+    period = changes.pop("mla_period", None)
+    known = [f.name for f in dataclasses.fields(ModelConfig)]
+    for key in changes:
+        if key not in known:
+            raise RecipeError(unknown(f"model.{key}", [f"model.{name}" for name in ("preset", "mla_period", *known)]))
+    layers = changes.get("num_hidden_layers", base.num_hidden_layers)
+    if "mla_layers" not in changes and (period or layers != base.num_hidden_layers):
+        changes["mla_layers"] = three_to_one(layers, period or 4)
+    values = {name: to_table(getattr(base, name)) for name in known}
+    return build(ModelConfig, {**values, **changes}, "model.")
+
+
+def run(recipe: Recipe, out: Path, say: Callable[[str], None] = print) -> Path:
+    """Walk the stages into `out`; returns the last stage's directory."""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "recipe.json", to_table(recipe))
+    directory = out
+    for stage in recipe.stages:
+        directory = _STAGES[stage](recipe, out, say)
+    return directory
+
+
+def _data(recipe: Recipe, out: Path) -> Prepared:
+    tokenizer = Tokenizer.load(recipe.tokenizer) if recipe.tokenizer else None
+    return prepare(recipe.data, tokenizer, out / "tokenizer")
+
+
+def _tokenizer(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
+    data = _data(recipe, out)
+    say(
+        f"Data: {data.train.n_bytes / 1e6:.1f} MB in {data.train.n_documents} documents, "
+        f"{data.train.n_tokens:,} tokens; {data.held_out.n_documents} documents held out."
+    )
+    for source, licence in data.index["report"]["licences"].items():
+        say(f"Source {source}: {licence}.")
+    return out / "tokenizer"
+
+
+def _pretrain(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
+    data, directory = _data(recipe, out), out / "pretrain"
+    config = _for_data(model_config(recipe.model), data)
+    trainer = Trainer(config, recipe.train, data, directory, to_table(recipe))
+    trainer.run()
+    page = report(directory)
+    say(f"Report: {page}")
+    return directory
+
+
+def _for_data(config: ModelConfig, data: Prepared) -> ModelConfig:
+    """The config with the tokenizer's vocabulary and special ids."""
+    tokenizer = data.tokenizer()
+    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
+    return config.replace(vocab_size=data.vocab_size, **ids)
+
+
+def _export(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
+    source, target = out / "pretrain" / "weights", out / "export" / "weights"
+    target.parent.mkdir(exist_ok=True)
+    total = convert(source, target, dtype=recipe.export.dtype, experts=recipe.export.experts)
+    say(f"Exported {total / 1e6:.1f} MB to {target}.")
+    return target.parent
+
+
+_STAGES: dict[str, Callable[[Recipe, Path, Callable[[str], None]], Path]] = {
+    "tokenizer": _tokenizer,
+    "pretrain": _pretrain,
+    "export": _export,
+}
+
+# Where a run's newest model is looked for, last stage first.
+_ORDER = ("export", "pretrain")
+
+
+def find_weights(path: Path) -> Path:
+    """The checkpoint directory that `path` means: itself, its weights/, its last stage's, or an unfinished run's newest
+    checkpoint. Raises ConfigError in one sentence."""
+    path = Path(path)
+    candidates = [path, path / "weights", *(path / stage / "weights" for stage in _ORDER)]
+    unfinished = [*path.glob("checkpoints/step-*"), *path.glob("pretrain/checkpoints/step-*")]
+    candidates += [p / "weights" for p in sorted(unfinished, reverse=True)]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise ConfigError(f"{path} holds no model: no config.json in it, its weights/ or a stage's.")
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """A run's resolved recipe. Raises RecipeError if there is none."""
+    file = Path(path) / "recipe.json"
+    if not file.is_file():
+        raise RecipeError(f"{path} is not a run: it holds no recipe.json.")
+    return json.loads(file.read_text())

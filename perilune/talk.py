@@ -1,0 +1,83 @@
+"""Talking to a model in the terminal: plain continuation, or the K3 chat format for models trained on it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from perilune.chat import Content, Parser, Reasoning, read_request, render
+from perilune.config import ConfigError
+from perilune.model.generate import Sampling, generate
+from perilune.model.net import K3
+from perilune.model.weights import load_model
+from perilune.stages import find_weights
+from perilune.tokenizer import StreamDecoder, Tokenizer
+
+
+def open_model(where: Path) -> tuple[K3, Tokenizer]:
+    """Model and tokenizer of a run, stage or checkpoint directory. Raises ConfigError where they do not fit."""
+    weights = find_weights(where)
+    tokenizer = Tokenizer.load(weights)
+    model = load_model(weights)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ConfigError(
+            f"The tokenizer in {weights} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}."
+        )
+    return model.eval(), tokenizer
+
+
+def continuation(model: K3, tokenizer: Tokenizer, text: str, rule: Sampling) -> Iterator[str]:
+    """What follows `text`, in pieces that are whole characters."""
+    decoder = StreamDecoder(tokenizer, skip_special=True)
+    for token in generate(model, tokenizer.encode(text) or [tokenizer.eos], rule):
+        if piece := decoder.push(token):
+            yield piece
+    if rest := decoder.flush():
+        yield rest
+
+
+def talk(where: Path, *, xtml: bool, seed: int | None, **sampling: Any) -> None:
+    """The loop: read a line, stream the answer. Ends at an empty line or the end of input."""
+    console = Console(highlight=False)
+    model, tokenizer = open_model(where)
+    kind = "K3 chat format" if xtml else "plain continuation: it goes on with your text"
+    console.print(f"{model.config.num_hidden_layers} layers, {kind}. An empty line ends.", style="dim")
+    messages: list[dict[str, Any]] = []
+    while text := _read(console):
+        stop = (tokenizer.end_of_msg, tokenizer.eos) if xtml else (tokenizer.eos,)
+        rule = Sampling(stop=stop, seed=seed, **sampling)
+        if xtml:
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": _answer(console, model, tokenizer, messages, rule)})
+        else:
+            for piece in continuation(model, tokenizer, text, rule):
+                console.print(piece, end="", markup=False)
+        console.print()
+
+
+def _read(console: Console) -> str:
+    try:
+        return console.input("[bold]> [/bold]")
+    except EOFError:
+        return ""
+
+
+def _answer(console: Console, model: K3, tokenizer: Tokenizer, messages: list[dict[str, Any]], rule: Sampling) -> str:
+    """Stream one assistant turn, thought dimmed; returns its visible content."""
+    prompt = render(read_request({"messages": messages}))
+    parser, content = Parser(tokenizer, prompt.channel), ""
+    for token in generate(model, prompt.ids(tokenizer), rule):
+        content += _show(console, parser.feed([token]))
+    return content + _show(console, parser.finish())
+
+
+def _show(console: Console, events: list[Any]) -> str:
+    seen = ""
+    for event in events:
+        if isinstance(event, Reasoning):
+            console.print(event.text, end="", markup=False, style="dim")
+        elif isinstance(event, Content):
+            seen += event.text
+            console.print(event.text, end="", markup=False)
+    return seen

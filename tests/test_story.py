@@ -1,0 +1,173 @@
+"""The whole path as a user walks it: run, chat, generate, report, params, check, import, export, and every mistake."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from golden import golden
+from typer.testing import CliRunner
+
+from perilune.cli import app
+
+RECIPE = """
+name = "story"
+[model]
+preset = "tiny"
+hidden_size = 32
+num_hidden_layers = 3
+kda_num_heads = 2
+kda_head_dim = 16
+num_experts = 4
+num_experts_per_token = 2
+moe_intermediate_size = 32
+routed_expert_hidden_size = 32
+max_position_embeddings = 512
+[data]
+vocab_size = 300
+held_out = 2
+[train]
+steps = 4
+context = 32
+batch_tokens = 128
+checkpoint_every = 2
+sample_tokens = 4
+peak_flops = 1e11
+"""
+
+
+def perilune(*args: object, code: int = 0, stdin: str | None = None) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in args], input=stdin)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for source in sorted(Path(json.__file__).parent.parent.glob("[a-c]*.py"))[:20]:
+        (folder / source.name).write_text(source.read_text())
+    (folder / "notes.jsonl").write_text('{"text": "' + "a note that is long enough to be kept in. " * 9 + '"}\n')
+    (folder / "broken.txt").write_bytes(b"\xff\xfe not text")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "story.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(corpus, recipe, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "story"
+    words = perilune("run", recipe, "--out", out, "--set", f'data.sources=["{corpus}"]')
+    assert "perilune chat" in words
+    assert "'def ' continues" in words
+    return out
+
+
+def test_run_leaves_what_it_says(run) -> None:
+    assert (run / "pretrain" / "report.html").is_file()
+    assert (run / "export" / "weights" / "config.json").is_file()
+    assert (run / "export" / "weights" / "tiktoken.model").is_file()
+    config = json.loads((run / "export" / "weights" / "config.json").read_text())
+    assert config["text_config"]["vocab_size"] == 300
+
+
+def test_running_again_is_a_no_op(run, corpus, recipe) -> None:
+    before = (run / "pretrain" / "metrics.jsonl").read_bytes()
+    perilune("run", recipe, "--out", run, "--set", f'data.sources=["{corpus}"]')
+    assert (run / "pretrain" / "metrics.jsonl").read_bytes() == before
+
+
+def test_generate_and_chat(run) -> None:
+    texts = [perilune("generate", run, "import ", "--seed", 3, "--max-tokens", 8) for _ in range(2)]
+    assert texts[0] == texts[1] and texts[0].startswith("import ")
+    said = perilune("chat", run, "--seed", 1, "--max-tokens", 6, stdin="def f(\n\n")
+    assert "plain continuation" in said
+    assert "K3 chat format" in perilune("chat", run, "--xtml", "--max-tokens", 6, stdin="hello\n\n")
+
+
+def test_report_params_check(run) -> None:
+    assert perilune("report", run).strip().endswith("report.html")
+    assert "2,779,931,837,184" in perilune("params", "k3")
+    assert "checkpoint bytes" in perilune("params", run / "export" / "weights")
+    words = perilune("check", run / "export" / "weights")
+    assert "all passed" in words
+
+
+def test_export_import_round_trip(run, tmp_path) -> None:
+    perilune("export", run, tmp_path / "mx", "--experts", "mxfp4")
+    perilune("import", tmp_path / "mx", tmp_path / "in")
+    perilune("export", tmp_path / "in", tmp_path / "out")
+    names = sorted(p.name for p in (tmp_path / "mx").iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "out").iterdir())
+    for name in names:
+        assert (tmp_path / "mx" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
+
+
+def test_check_passes_the_golden_vectors() -> None:
+    words = perilune("check", golden("kda-ops").parent)
+    assert "all passed" in words
+    assert words.count("pass  ") >= 9
+    assert words.count("not yet") <= 2
+
+
+def test_check_fails_on_a_wrong_vector(tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    family = tmp_path / "situ"
+    shutil.copytree(golden("situ"), family)
+    values = load_file(family / "cases.safetensors")
+    values["k3_f32.out"][0] += 1e-3
+    (family / "cases.safetensors").unlink()
+    save_file(values, family / "cases.safetensors")
+    assert "1 failed: situ" in perilune("check", tmp_path, code=1)
+
+
+MISTAKES = [
+    (("run", "RECIPE", "--set", "train.stepz=3"), "did you mean 'train.steps'"),
+    (("run", "RECIPE", "--set", "model.num_expert=3"), "did you mean 'model.num_experts'"),
+    (("run", "RECIPE", "--set", "train.steps=many"), "train.steps must be of type int"),
+    (("run", "RECIPE", "--set", "train"), "--set takes key=value"),
+    (("run", "RECIPE", "--set", "stages=['pretend']"), "stages[0] must be one of"),
+    (("run", "RECIPE", "--set", "model.num_experts_per_token=9"), "num_experts_per_token must lie in 1..4"),
+    (("run", "RECIPE", "--set", "data.vocab_size=100"), "vocab_size 100 is too small"),
+    (("run", "RECIPE", "--set", "data.sources=['/nowhere']"), "/nowhere"),
+    (("run", "RECIPE", "--set", "data.sources=['EMPTY']"), "no .txt, .md, .py"),
+    (("run", "missing.toml"), "missing.toml does not exist"),
+    (("generate", "EMPTY", "x"), "holds no model"),
+    (("generate", "RUN", "word " * 800), "the context holds 512"),
+    (("params", "huge"), "Unknown preset 'huge'"),
+    (("import", "EMPTY", "OUT"), "config.json does not exist"),
+    (("check", "EMPTY"), "neither golden vectors nor a checkpoint"),
+    (("report", "EMPTY"), "EMPTY"),
+]
+
+
+@pytest.mark.parametrize("args, words", MISTAKES, ids=lambda x: " ".join(x[:1]) if isinstance(x, tuple) else x[:24])
+def test_mistakes_are_one_sentence(run, recipe, tmp_path, args, words) -> None:
+    empty = tmp_path / "EMPTY"
+    empty.mkdir()
+    places = {"RECIPE": recipe, "EMPTY": empty, "RUN": run, "OUT": tmp_path / "OUT"}
+    filled = [str(places.get(a, a)).replace("['EMPTY']", f"['{empty}']") for a in args]
+    if args[0] == "run":
+        filled += ["--out", str(tmp_path / "OUT")]
+    result = CliRunner().invoke(app, filled)
+    assert result.exit_code == 2, result.output
+    sentence = result.output.strip().splitlines()[-1]
+    assert words in sentence.replace(str(empty), "EMPTY") if words == "EMPTY" else words in sentence
+    assert sentence.startswith("perilune: ") and sentence.endswith(".")
+    assert "Traceback" not in result.output
+
+
+def test_a_checkpoint_of_another_config_is_named(run, corpus, recipe) -> None:
+    source = f'data.sources=["{corpus}"]'
+    args = ["run", str(recipe), "--out", str(run), "--set", source, "--set", "train.lr=0.5"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2
+    assert "train.lr" in result.output
