@@ -157,7 +157,7 @@ class Collective:
         """x of every rank, [R, *x.shape]."""
         with self._phase("gather"):
             out = x.new_empty(self.size, *x.shape)
-            dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), self.group)
+            dist.all_gather(list(out.unbind(0)), x.contiguous(), self.group)
         return out
 
     def swap(self, x: Tensor, sizes: Swap, phase: str) -> Tensor:
