@@ -2,22 +2,22 @@
 
     y_s = Σ_k w_{s,k} · E_{e(s,k)}(x_s)
 
-    route    count rows, gather the counts, plan, find every entry's address           nothing differentiable
-    enter    x -> rows sorted by expert; w -> one weight a row; experts -> slots       backward: pull, give_back
-    compute  rows, weights, ends, own experts, lent experts -> weighted outputs        backward: prefetch again if
-    needed leave    rows -> y, summed in fp32                                                 backward: push
+                                                                             backward
+    route    count rows, gather the counts, plan, find every address         nothing
+    enter    tokens -> rows sorted by expert, one weight a row;              sum rows to tokens (pull),
+             experts -> slots                                                gradients of slots to their homes
+    compute  rows, weights, own and lent experts -> weighted outputs         fetches the lent experts again if needed
+    leave    rows -> tokens, summed in fp32 (pull)                           tokens -> rows (push)
 
 `Exchange` is balanced, or classic: no replicas, one row per entry, buffers as large as the routing makes them (the
 standard dropless all-to-all). Both have the same interface and the same results.
-Slots are shared by all layers, so the weights a layer borrowed are gone when its backward runs; a `Loan` fetches them
-again.
-Legend: S tokens here, H width, K routes a token, N rows of the receive buffer, L = E/R own experts, B slots, G = L + B.
+Legend: S tokens here, H width, K routes a token, N rows of the receive buffer, L = E/R own experts, B slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,55 +25,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.parallel.fabric import Fabric, Terms, Traffic
+from perilune.parallel.loans import Loan, PackedLoan, Pools, packed
 from perilune.parallel.routes import capacity
-
-
-@dataclass
-class Pool:
-    """Slots [B, ...] for one kind of expert tensor, and the loan that filled them last."""
-
-    slots: Tensor
-    holder: Loan | None = None
-
-
-@dataclass(eq=False)
-class Loan:
-    """The experts one layer borrows: fetched into the shared pools, and again whenever another layer has used them."""
-
-    fabric: Fabric
-    traffic: Traffic
-    own: tuple[Tensor, ...]
-    pools: tuple[Pool, ...]
-
-    def fetch(self) -> bool:
-        """Send for the borrowed experts unless the slots hold them still; True where something is under way."""
-        if all(pool.holder is self for pool in self.pools):
-            return False
-        self.fabric.lend(self.own, [pool.slots for pool in self.pools], self.traffic)
-        for pool in self.pools:
-            pool.holder = self
-        return True
-
-    def slots(self) -> tuple[Tensor, ...]:
-        """The borrowed experts, [B, ...] each; a collective call, by all ranks, where they must be fetched."""
-        self.fabric.settle(self.fetch())
-        return tuple(pool.slots for pool in self.pools)
-
-    def gradient_slots(self) -> tuple[Tensor, ...]:
-        """Where to write the gradients of used slots, [B, ...] each; contents undefined. Returned by backward as they
-        are.
-        """
-        return tuple(self.fabric.gradient_slots([pool.slots for pool in self.pools]))
 
 
 @dataclass
 class Exchange:
     """Routes the tokens of all ranks to the experts of all ranks.
 
-    experts: E, over all ranks; expert e is at home on rank e // (E/R). tokens: the most a rank brings; fixes the shape
-    of the receive buffer (None: as many rows as each routing needs, known to the host). num_slots, tolerance: of the
-    planner.
-    align: rows a segment is padded to. balanced: False is the classic exchange.
+    experts      E, over all ranks; expert e is at home on rank e // (E/R).
+    top_k        routes a token.
+    tokens       the most a rank brings; fixes the shape of the receive buffer. None: the host sizes it for each
+    routing. num_slots, tolerance    of the planner.
+    align        rows that a segment is padded to.
+    balanced     False is the classic exchange.
+    mxfp4        experts lie on the MXFP4 grid and travel packed.
     """
 
     fabric: Fabric
@@ -84,7 +50,7 @@ class Exchange:
     tolerance: int = 0
     align: int = 1
     balanced: bool = True
-    _pools: dict[Any, Pool] = field(default_factory=dict, repr=False)
+    mxfp4: bool = False
 
     def __post_init__(self) -> None:
         if self.experts % self.fabric.size:
@@ -92,6 +58,7 @@ class Exchange:
         if not self.balanced:
             self.num_slots, self.tolerance = 0, 0
         self.slots = self.experts // self.fabric.size if self.num_slots is None else self.num_slots
+        self._pools = Pools(self.fabric, self.slots)
 
     @property
     def rows(self) -> int | None:
@@ -114,13 +81,11 @@ class Exchange:
 
     def loan(self, traffic: Traffic, *own: Tensor) -> Loan:
         """The right to borrow: `own` [E/R, ...] are this rank's experts, every rank's of the same shape."""
-        pools = []
-        for i, weights in enumerate(own):
-            key = (i, weights.shape[1:], weights.dtype, weights.device)
-            if key not in self._pools:
-                self._pools[key] = Pool(self.fabric.slots(weights, self.slots))
-            pools.append(self._pools[key])
-        return Loan(self.fabric, traffic, own, tuple(pools))
+        pools = self._pools.of("slots", own)
+        if not self.mxfp4:
+            return Loan(self.fabric, traffic, own, pools)
+        parts = packed(own)
+        return PackedLoan(self.fabric, traffic, own, pools, self._pools.of("wires", parts), parts)
 
     def enter(
         self, x_SH: Tensor, weights_SK: Tensor, loan: Loan
@@ -146,8 +111,7 @@ class Exchange:
     ) -> Tensor:
         """One MoE layer. compute(rows [N, H], weights [N], own, lent, loan) -> weighted rows [N, H].
 
-        `loan.traffic.ends` are the groups of the rows; own and lent are the weights of the first L groups and the other
-        B.
+        `loan.traffic.ends` are the groups of the rows: the first L of own experts, the other B of lent ones.
         """
         traffic = self.route(experts_SK)
         loan = self.loan(traffic, *own)
@@ -160,8 +124,10 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, loan: Loan, *own: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ctx.loan = loan
-        loan.fetch()
+        sent = loan.fetch()
         rows, row_weights = loan.fabric.push(x, weights, loan.traffic)
+        if sent:
+            loan.arrived()
         return rows, row_weights, *(w.view_as(w) for w in own), *(pool.slots.detach() for pool in loan.pools)
 
     @staticmethod

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.ops.experts import Activation
-from perilune.parallel.exchange import Loan
+from perilune.parallel.loans import Loan
 from perilune.parallel.products import product, weight_gradients
 
 

@@ -40,10 +40,11 @@ def layer(
     tokens: list[int],
     dtype: torch.dtype = torch.float64,
     skew: float = 1.5,
+    width: int = 8,
 ) -> Layer:
     """A routing with lognormal popularity (skew: its sigma), repeats allowed, and some padding tokens."""
     rng, g = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    experts, H, I = ranks * local, 8, 8  # noqa: E741
+    experts, H, I = ranks * local, width, width  # noqa: E741
     p = np.exp(skew * rng.standard_normal(experts))
     ids = [torch.from_numpy(rng.choice(experts, size=(s, top_k), p=p / p.sum())) for s in tokens]
     for e in ids:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ class Board:
 class Threads(Collective):
     def __init__(self, rank: int, board: Board) -> None:
         self.rank, self.size, self.board, self.log = rank, len(board.items), board, list[str]()
+        self.bytes: Counter[str] = Counter()  # sent, by phase
 
     def _exchange(self, item: Any) -> list[Any]:
         self.board.items[self.rank] = item
@@ -36,6 +38,7 @@ class Threads(Collective):
 
     def swap(self, x: Tensor, sizes: Swap, phase: str) -> Tensor:
         self.log.append(phase)
+        self.bytes[phase] += x.numel() * x.element_size()
         parts = self._exchange((phase, x.detach().clone().split(sizes.send)))
         assert {p for p, _ in parts} == {phase}, f"ranks are in different phases: {[p for p, _ in parts]}"
         got = torch.cat([pieces[self.rank] for _, pieces in parts])
