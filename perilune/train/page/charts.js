@@ -117,6 +117,7 @@
       else { const room = (high - low || Math.abs(high) || 1) * 0.05; if (!zero || low < 0) low -= room; high += room; }
     }
     const xs = extent(shown.flatMap((s) => s.x));
+    if (xs[0] > 0 && xs[0] < 0.05 * xs[1]) xs[0] = 0;
     const sx = linear(xs, [pad.left, width - pad.right]);
     const sy = (log ? logarithmic : linear)([low, high], [height - pad.bottom, pad.top]);
     const svg = el("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img" });
@@ -167,8 +168,8 @@
 
   function learning(place, key) {
     const series = [], main = DATA.runs[0];
-    // The first steps fall from ln V; a scale that shows them hides the rest, so it starts where 6% of the run is done.
-    const values = DATA.runs.flatMap((r) => [...r[key + "_smooth"].slice(Math.floor(r.step.length * 0.06)), ...(key === "bpb" ? r.held_out.val_bpb.slice(-1) : [])]);
+    // The first steps fall from ln V; a scale that shows them hides the rest, so it starts where 10% of the run is done.
+    const values = DATA.runs.flatMap((r) => [...r[key + "_smooth"].slice(Math.floor(r.step.length * 0.1)), ...(key === "bpb" ? r.held_out.val_bpb.slice(-1) : [])]);
     DATA.runs.forEach((r, i) => {
       if (i) series.unshift({ name: r.name, x: r[axis], y: r[key + "_smooth"], color: color(i), width: 1.3 });
       if (i && key === "bpb") series.unshift({ name: r.name + " held-out", quiet: true, x: r.held_out[axis], y: r.held_out.val_bpb, color: color(i), width: 1, opacity: 0.6 });
