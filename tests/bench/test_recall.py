@@ -1,0 +1,83 @@
+"""The recall tasks ask what they say, and their layers differ in what they should."""
+
+import argparse
+import importlib
+from collections import defaultdict
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from perilune.ops.cross_entropy import IGNORE
+
+
+@pytest.fixture
+def recall(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend("bench")
+    return importlib.import_module("recall")
+
+
+def test_palindrome_scores_the_reversed_copy(recall: ModuleType) -> None:
+    s = recall.SETTINGS["small"]
+    tokens, scored = recall.palindrome(np.random.default_rng(0), 5, s)
+    half = s.length // 2
+    assert tokens.shape == (5, s.length + 1) and (tokens[:, half] == s.symbols).all()
+    assert (tokens[:, half + 1 :] == tokens[:, :half][:, ::-1]).all() and scored.sum() == 5 * half
+    assert scored[:, half + 1 :].all()
+
+
+def test_mqar_asks_every_key_once_and_scores_the_value_bound_to_it(recall: ModuleType) -> None:
+    tokens, scored = recall.mqar(np.random.default_rng(0), 5, recall.SETTINGS["small"])
+    pairs = recall.SETTINGS["small"].length // 4
+    for row, score in zip(tokens.tolist(), scored):
+        bound = dict(zip(row[: 2 * pairs : 2], row[1 : 2 * pairs : 2]))
+        asked = dict(zip(row[2 * pairs + 1 :: 2], row[2 * pairs + 2 :: 2]))
+        assert len(bound) == pairs and asked == bound
+        assert np.flatnonzero(score).tolist() == list(range(2 * pairs + 2, len(row), 2))
+
+
+def test_stack_pops_what_was_pushed_last_and_scores_pops_only(recall: ModuleType) -> None:
+    s = recall.SETTINGS["small"]
+    tokens, scored = recall.stack(np.random.default_rng(0), 20, s)
+    pops = 0
+    for row, score in zip(tokens.tolist(), scored):
+        stacks: dict[int, list[int]] = defaultdict(list)
+        for at in range(0, len(row), 3):
+            move, which, value = row[at : at + 3]
+            pop = move == s.symbols + s.stacks + 1
+            assert pop or move == s.symbols + s.stacks
+            if pop:
+                assert stacks[which].pop() == value
+                pops += 1
+            else:
+                stacks[which].append(value)
+            assert score[at : at + 3].tolist() == [False, False, pop]
+    assert pops > 20
+
+
+def test_targets_are_the_next_scored_token(recall: ModuleType) -> None:
+    s = recall.SETTINGS["small"]
+    x, y = next(recall.batches("mqar", s, 3, torch.device("cpu")))
+    x, y = x.view(s.batch, -1), y.view(s.batch, -1)
+    assert x.shape == (s.batch, s.length)
+    inside = y[:, :-1] != IGNORE
+    assert inside.any() and (y[:, :-1][inside] == x[:, 1:][inside]).all()
+
+
+def test_unlearned_layers_guess_and_a_resumed_table_reads_its_cells(recall: ModuleType) -> None:
+    """A rate of zero leaves accuracy at chance; the peak of the better rate is what the table shows."""
+    s = recall.Setting(32, 32, 16, 16, 4, 8, 2, 1, (0.0,))
+    args = argparse.Namespace(device="cpu", bf16=False, bound=None)
+    cell = recall.train("palindrome", "gdn", 0.0, 0, s, args)
+    assert set(cell["accuracy"]) == {1, 2} and max(cell["accuracy"].values()) < 40
+    fake = {"accuracy": {"1": 10.0, "2": 80.0}, "steps": 2}, {"accuracy": {"1": 90.0, "2": 70.0}, "steps": 2}
+    s = recall.Setting(32, 32, 16, 16, 4, 8, 2, 1, (1e-3, 2e-3))
+    rows = recall.table({"mqar/kda/0.001/0": fake[0], "mqar/kda/0.002/0": fake[1]}, ["mqar"], ["kda"], s, 1)
+    assert "| mqar | kda | 0.002 | 90.0 | 90.0 | 70.0 | 100 / 100 / 100 |" in rows
+
+
+def test_the_layers_differ_in_decay_and_delta_only(recall: ModuleType) -> None:
+    s = recall.SETTINGS["small"]
+    kda, gdn, mamba2 = (recall.config(layer, s, None) for layer in ("kda", "gdn", "mamba2"))
+    assert gdn == kda.replace(kda_decay="head") and mamba2 == gdn.replace(kda_delta=False)
