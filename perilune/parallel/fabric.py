@@ -1,12 +1,11 @@
 """What carries rows and experts between ranks: collectives of torch.distributed (gloo on CPUs, NCCL on GPUs).
 
-A fabric knows nothing of routing beyond a `Route` (where entries go) and a `Plan` (which experts are lent). `prepare`
-turns both into a `Traffic` once; every transfer of the layer, forward and backward, reuses it:
+`route` plans one routing and makes its `Traffic` once; every transfer of the layer, forward and backward, reuses it:
 
-    push       one row per token and host, one number per entry -> every row of my receive buffer (dispatch)
-    pull       every row of my receive buffer -> one sum per token, one number per entry (combine; each is the other's
-    adjoint) lend       my experts -> the slots of the ranks that borrow them; there for good after the next push, or
-    `settle` give_back  gradients of borrowed experts -> added to those of their homes
+    push       a row per token and host, a number per entry -> my receive buffer (dispatch; adjoint of pull)
+    pull       my receive buffer -> a sum per token, a number per entry (combine; adjoint of push)
+    lend       my experts -> the slots of the ranks that borrow them; there after the next push, or `settle`
+    give_back  gradients of borrowed experts -> added to those of their homes
 
 Sums have one order on every fabric: a host adds the rows of a token in ascending k, in fp32, and rounds once to the row
 dtype; the token's rank adds what the hosts send in ascending k; a home adds to its own gradient those of the borrowers

@@ -132,12 +132,13 @@ def route_violations(case: Case, made: Plan, layout: Segments, routes: list[Rout
 
 
 def chain_violations(at: Route) -> Iterator[str]:
-    for s in range(at.host.shape[0]):
-        for host in at.host[s].unique().tolist():
-            slots = at.slot[s][at.host[s] == host].tolist()
-            if at.parent[s][at.host[s] == host].tolist() != [slots[0]] * len(slots):
+    for hosts, slots, parents, follows in zip(*(t.tolist() for t in (at.host, at.slot, at.parent, at.next))):
+        for host in set(hosts):
+            here = [k for k, h in enumerate(hosts) if h == host]
+            chain = [slots[k] for k in here]
+            if [parents[k] for k in here] != chain[:1] * len(chain):
                 yield "a parent that is not the token's first entry on the host"
-            if at.next[s][at.host[s] == host].tolist() != [*slots[1:], -1]:
+            if [follows[k] for k in here] != [*chain[1:], -1]:
                 yield "a chain that does not link the token's entries in order"
 
 

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from parallel.moe import Layer, Result, alone, joined, layer, together
+from parallel.moe import ACT, Layer, Result, alone, joined, layer, together
 from parallel.threads import Threads, run
+from torch.utils.checkpoint import checkpoint
 
 from perilune.ops.mx import round_mxfp4
 from perilune.parallel.exchange import Exchange
+from perilune.parallel.experts import Experts
 from perilune.parallel.routes import capacity
 
 
@@ -65,6 +67,22 @@ def test_two_layers_share_the_slots_and_fetch_again() -> None:
     torch.testing.assert_close(got.dx, before.dx, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got.dgate_up, before.dgate_up + second.dgate_up, rtol=1e-12, atol=1e-12)
     assert all(log.count("prefetch") == 2 * 3 for log in logs.values())  # two tensors; forward twice, backward once
+
+
+def test_under_activation_checkpointing() -> None:
+    """The recomputed forward routes, dispatches and borrows again, in the same order on every rank."""
+    case = layer(6, 4, 2, 2, [8, 8, 8, 8])
+
+    def program(fabric: Threads) -> Result:
+        r = fabric.rank
+        exchange = Exchange(fabric, 8, 2)
+        x, w = (t[r].clone().requires_grad_() for t in (case.x, case.weights))
+        own = [p.clone().requires_grad_() for p in case.slice(r, 4)]
+        run_layer = lambda x: exchange(x, case.experts[r], w, own, Experts(ACT))  # noqa: E731
+        y = checkpoint(run_layer, x, use_reentrant=False)
+        return Result(y.detach(), *torch.autograd.grad(y, (x, w, *own), case.dy[r]))
+
+    close(joined(run(4, program)), alone(case))
 
 
 def test_row_travels_once_per_host() -> None:
