@@ -47,12 +47,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = max(1, _CHUNK_VALUES // weight.shape[0])
         for start in range(0, len(hidden), rows):
             h, y = hidden[start : start + rows], targets[start : start + rows]
-            probs, nll = _nll(h, w, y, wide)
+            weights, mass, nll = _exponentials(h, w, y, wide)
             total += nll
             if d_hidden is not None and d_weight is not None:
-                probs = _subtract_target(probs, y).to(hidden.dtype)
-                torch.mm(probs, w, out=d_hidden[start : start + rows])
-                d_weight += probs.T @ h
+                # softmax = weights / mass: the division is done on the narrow side of each product.
+                keep = (y != IGNORE).to(wide).unsqueeze(1)
+                share = keep / mass
+                # One-hot targets enter as −mass at y, so that a single product serves both terms.
+                weights.scatter_add_(1, y.clamp(min=0).unsqueeze(1), -mass)
+                weights = weights.to(hidden.dtype)
+                d_hidden[start : start + rows] = (weights @ w) * share
+                d_weight += weights.T @ (h * share).to(hidden.dtype)
         if differentiate:
             ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
@@ -65,17 +70,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden * g.to(d_hidden.dtype), (d_weight * g).to(ctx.weight_dtype), None, None
 
 
-def _nll(h: Tensor, w: Tensor, y: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Softmax of the rows and their summed nll."""
+def _exponentials(h: Tensor, w: Tensor, y: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(logits − max) [R, V] and its row sums [R, 1], in place over the logits; and the rows' summed nll."""
     logits = (h @ w.T).to(wide)
-    lse = torch.logsumexp(logits, -1, keepdim=True)
-    keep = y != IGNORE
     picked = logits.gather(1, y.clamp(min=0).unsqueeze(1))
-    nll = ((lse - picked).squeeze(1) * keep).sum()
-    return logits.sub_(lse).exp_(), nll
-
-
-def _subtract_target(probs: Tensor, y: Tensor) -> Tensor:
-    keep = (y != IGNORE).to(probs.dtype).unsqueeze(1)
-    probs.scatter_add_(1, y.clamp(min=0).unsqueeze(1), -torch.ones_like(keep))
-    return probs.mul_(keep)
+    top = logits.amax(-1, keepdim=True)
+    weights = logits.sub_(top).exp_()
+    mass = weights.sum(-1, keepdim=True)
+    nll = ((mass.log() + top - picked).squeeze(1) * (y != IGNORE)).sum()
+    return weights, mass, nll

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from perilune.ops.situ import situ_glu_backward, situ_glu_forward, situ_glu_reference, swiglu, swiglu_backward
+from perilune.ops.situ import situ_glu_forward, situ_glu_gradients, situ_glu_reference, swiglu, swiglu_gradients
 
 
 class Activation(NamedTuple):
@@ -31,10 +31,11 @@ class Activation(NamedTuple):
             return F.silu(gate.float()) * up if gate.dtype != torch.float64 else F.silu(gate) * up
         return situ_glu_forward(gate, up, float(self.beta or 1.0), self.linear_beta)
 
-    def backward(self, gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients(self, gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(value, d gate, d up)."""
         if self.name == "swiglu":
-            return swiglu_backward(gate, up, dout)
-        return situ_glu_backward(gate, up, dout, float(self.beta or 1.0), self.linear_beta)
+            return swiglu_gradients(gate, up, dout)
+        return situ_glu_gradients(gate, up, dout, float(self.beta or 1.0), self.linear_beta)
 
 
 class Order(NamedTuple):
@@ -135,11 +136,10 @@ class _GroupedMlp(torch.autograd.Function):
         dy = dy.to(rows.dtype).contiguous()  # grouped products refuse expanded cotangents
         gate, up = h.chunk(2, -1)
         da = grouped_mm(dy, down, ends)
-        a = ctx.act.forward(gate, up)
-        wide = da.to(a.dtype)
+        wide = da.to(torch.promote_types(da.dtype, torch.float32))
+        per_row = row_weight.unsqueeze(-1).to(wide.dtype)
+        a, dgate, dup = ctx.act.gradients(gate, up, wide * per_row)
         d_row_weight = torch.linalg.vecdot(a, wide)
-        per_row = row_weight.unsqueeze(-1).to(a.dtype)
-        dgate, dup = ctx.act.backward(gate, up, wide * per_row)
         ddown = grouped_mm(dy.t(), a.mul_(per_row).to(rows.dtype), ends)
         dh = torch.cat([dgate, dup], -1).to(rows.dtype)
         dgate_up = grouped_mm(dh.t(), rows, ends)

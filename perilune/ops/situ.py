@@ -35,28 +35,30 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(_widen(gate)) * _widen(up)).to(gate.dtype)
 
 
-def situ_glu_backward(
+def situ_glu_gradients(
     gate: Tensor, up: Tensor, dout: Tensor, beta: float, linear_beta: float | None
-) -> tuple[Tensor, Tensor]:
-    """(d gate, d up) in the accumulating dtype."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(value, d gate, d up) in the accumulating dtype: a backward that recomputes needs all three, and the value's
+    parts are the gradients' parts."""
     g, u, d = _widen(gate), _widen(up), _widen(dout)
-    sigma = torch.sigmoid(g)
-    capped_gate = _tanh(g, beta)
-    # d/dg of β₁ tanh(g/β₁) σ(g) = σ ((1 − tanh²) + β₁ tanh (1 − σ))
-    slope = torch.addcmul(torch.ones((), dtype=g.dtype, device=g.device), capped_gate, capped_gate, value=-1.0)
-    slope.addcmul_(capped_gate, 1.0 - sigma, value=beta).mul_(sigma)
-    dup = capped_gate.mul_(sigma).mul_(beta).mul_(d)
+    sigma, t = torch.sigmoid(g), _tanh(g, beta)
+    capped = (t * sigma).mul_(beta)
+    # d/dg of β₁ tanh(g/β₁) σ(g) = σ ((1 − tanh²) + β₁ tanh (1 − σ)) = σ (1 − tanh²) + capped (1 − σ)
+    slope = torch.addcmul(capped, capped, sigma, value=-1.0).add_(sigma).addcmul_(sigma, t.square_(), value=-1.0)
     if linear_beta is None:
-        return slope.mul_(u).mul_(d), dup
-    capped_up = _tanh(u, linear_beta)
-    dup.addcmul_(dup * capped_up, capped_up, value=-1.0)
-    return slope.mul_(capped_up).mul_(d).mul_(linear_beta), dup
+        return capped * u, slope.mul_(u).mul_(d), capped.mul_(d)
+    t = _tanh(u, linear_beta)
+    value = (capped * t).mul_(linear_beta)
+    slope.mul_(t).mul_(d).mul_(linear_beta)
+    capped.mul_(d)
+    return value, slope, capped.addcmul_(capped, t.square_(), value=-1.0)
 
 
-def swiglu_backward(gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """(d gate, d up) in the accumulating dtype."""
+def swiglu_gradients(gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(value, d gate, d up) in the accumulating dtype."""
     g, u, d = _widen(gate), _widen(up), _widen(dout)
-    return torch.ops.aten.silu_backward(d * u, g), F.silu(g).mul_(d)
+    silu = F.silu(g)
+    return silu * u, torch.ops.aten.silu_backward(d * u, g), silu.mul_(d)
 
 
 class _SituGlu(torch.autograd.Function):
@@ -70,7 +72,7 @@ class _SituGlu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
-        dgate, dup = situ_glu_backward(gate, up, dout, *ctx.betas)
+        _, dgate, dup = situ_glu_gradients(gate, up, dout, *ctx.betas)
         return dgate.to(gate.dtype), dup.to(up.dtype), None, None
 
 

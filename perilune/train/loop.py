@@ -111,8 +111,9 @@ class Trainer:
         batches = [self.batches.at(self.position + i * rows) for i in range(o.accumulate)]
         targets = sum(int((b.targets >= 0).sum()) for b in batches)
         nats, max_logits = 0.0, dict[int, torch.Tensor]()
+        look = self.step % o.logit_every == 0
         for batch in batches:
-            taps = Taps.of({"max_logit"})
+            taps = Taps.of({"max_logit"} if look else ())
             with self._autocast():
                 loss = batch_loss(self.model, batch, self.dtype, taps)
                 total = loss.next_token / targets
@@ -127,7 +128,7 @@ class Trainer:
         report = self.optimizer.step(lr, o.grad_clip)
         self.optimizer.zero_grad()
         found = self._rebalance(report.skipped)
-        if o.qk_clip and not report.skipped:
+        if o.qk_clip and max_logits and not report.skipped:
             qk_clip_model(self.model.named_parameters(), max_logits, self.config, o.qk_clip)
         self.step += 1
         self.position += o.accumulate * rows

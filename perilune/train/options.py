@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+_AT_LEAST_ONE = (
+    *("steps", "context", "batch_tokens", "logit_every", "eval_every", "inspect_every", "checkpoint_every", "keep"),
+)
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -27,6 +31,8 @@ class TrainConfig:
     grad_clip: float = 1.0
     qk_clip: float = 100.0
     """Largest MLA logit a head may show before its q and k are scaled down; 0 turns QK-Clip off."""
+    logit_every: int = 10
+    """Steps between looks at the MLA logits (they cost a second product of scores); QK-Clip acts on those steps."""
     mtp_weight: float = 0.3
     """Weight of the multi-token-prediction loss, where the model has that layer."""
 
@@ -56,7 +62,7 @@ class TrainConfig:
     wandb: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "context", "batch_tokens", "eval_every", "inspect_every", "checkpoint_every", "keep"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} must be at least 1, not {getattr(self, name)}.")
         micro = self.micro_tokens or self.batch_tokens

@@ -13,7 +13,8 @@ from perilune.model.layout import Layout
 from perilune.model.net import K3
 
 SMALL = preset("tiny").replace(
-    vocab_size=61, hidden_size=32, kda_num_heads=2, kda_head_dim=16, num_attention_heads=3, q_lora_rank=24,
+    vocab_size=61, hidden_size=32, num_hidden_layers=5,
+    mla_layers=(3, 4), kda_num_heads=2, kda_head_dim=16, num_attention_heads=3, q_lora_rank=24,
     kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, intermediate_size=48, num_experts=6,
     num_experts_per_token=2, moe_intermediate_size=16, routed_expert_hidden_size=16, initializer_range=0.2,
     max_position_embeddings=256,

@@ -19,7 +19,8 @@ from perilune.train.loop import Trainer
 from perilune.train.options import TrainConfig
 
 CONFIG = preset("tiny").replace(
-    hidden_size=32, kda_num_heads=2, kda_head_dim=16, num_attention_heads=2, q_lora_rank=16, kv_lora_rank=16,
+    hidden_size=32, num_hidden_layers=5,
+    mla_layers=(3, 4), kda_num_heads=2, kda_head_dim=16, num_attention_heads=2, q_lora_rank=16, kv_lora_rank=16,
     qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, intermediate_size=48, num_experts=8, num_experts_per_token=2,
     moe_intermediate_size=16, routed_expert_hidden_size=16, vocab_size=400, num_nextn_predict_layers=1,
     max_position_embeddings=256,
