@@ -1,1 +1,18 @@
-"""Kernels and their references: a leaf, installable alone."""
+"""Kernels and their references: a leaf, installable alone (`pip install perilune[ops]`), one file a mechanism.
+
+Import what you use from its module; this package imports nothing, so a reader of one mechanism pays for no other.
+
+| module | public names | equation |
+|---|---|---|
+| `ops.kda` | `kda`, `kda_step`, `log_decay` | Kimi Delta Attention, report §2.2 |
+| `ops.conv` | `short_conv` | depthwise causal conv + SiLU with tails |
+| `ops.attnres` | `mix`, `rms_scale`, `probabilities` | Block Attention Residuals, §2.4 |
+| `ops.router` | `route`, `router_scores`, `select`, `mixture` | who is chosen, with what weight, §2.3 |
+| `ops.experts` | `experts`, `grouped_mlp`, `order_rows`, `Activation` | grouped expert MLP, §5.2.2 |
+| `ops.situ` | `situ_glu`, `swiglu` | SiTU-GLU, §2.3 |
+| `ops.quantile` | `margin_histogram`, `histogram_quantile`, `exact_quantile`, `alternating_solver` | Quantile Balancing |
+| `ops.mx` | `pack_mxfp4`, `unpack_mxfp4`, `round_mxfp4`, `round_mxfp8` | OCP microscaling formats |
+| `ops.memory` | `keep_freed_memory` | a program's setting for CPU speed |
+
+Each fast path has its equation beside it (`*_reference`, or `impl="reference"` of `kda`), tested for values and gradients.
+"""
