@@ -10,9 +10,10 @@ Import what you use from its module; this package imports nothing, so a reader o
 | `ops.router` | `route`, `router_scores`, `select`, `mixture` | who is chosen, with what weight, §2.3 |
 | `ops.experts` | `experts`, `grouped_mlp`, `order_rows`, `Activation` | grouped expert MLP, §5.2.2 |
 | `ops.situ` | `situ_glu`, `swiglu` | SiTU-GLU, §2.3 |
-| `ops.quantile` | `margin_histogram`, `histogram_quantile`, `exact_quantile`, `alternating_solver` | Quantile Balancing |
+| `ops.quantile` | `margin_histogram`, `histogram_quantile`, `exact_quantile`, `alternating_solver` | the bias, §2.3.3 |
 | `ops.mx` | `pack_mxfp4`, `unpack_mxfp4`, `round_mxfp4`, `round_mxfp8` | OCP microscaling formats |
 | `ops.memory` | `keep_freed_memory` | a program's setting for CPU speed |
 
-Each fast path has its equation beside it (`*_reference`, or `impl="reference"` of `kda`), tested for values and gradients.
+Each fast path has its equation beside it (`*_reference`; `impl="reference"` of `kda`), tested for values and
+gradients.
 """
