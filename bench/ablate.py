@@ -153,7 +153,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     data = prepare(DataConfig(sources=tuple(args.sources)) if args.sources else DataConfig(), None, args.out / "data")
-    cells = Cells(args.out / "cells.json")
+    cells = Cells(args.out / "cells.json", {"steps": args.steps, "sources": args.sources, "device": args.device})
     for seed in range(args.seeds):  # seed by seed, so that a run cut short has all variants
         for name in args.only:
             print(f"{name}, seed {seed}", flush=True)

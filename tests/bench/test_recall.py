@@ -3,6 +3,7 @@
 import argparse
 import importlib
 from collections import defaultdict
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -81,3 +82,11 @@ def test_the_layers_differ_in_decay_and_delta_only(recall: ModuleType) -> None:
     s = recall.SETTINGS["small"]
     kda, gdn, mamba2 = (recall.config(layer, s, None) for layer in ("kda", "gdn", "mamba2"))
     assert gdn == kda.replace(kda_decay="head") and mamba2 == gdn.replace(kda_delta=False)
+
+
+def test_cells_are_computed_once_and_only_for_one_setting(recall: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "cells.json"
+    assert recall.Cells(path, {"steps": 2}).get("a", lambda: [1.5]) == [1.5]
+    assert recall.Cells(path, {"steps": 2}).get("a", lambda: pytest.fail("computed twice")) == [1.5]
+    with pytest.raises(SystemExit, match=r"cells\.json holds cells of another setting"):
+        recall.Cells(path, {"steps": 3})
