@@ -1,4 +1,6 @@
-"""Launches `triton_decode` for `decode`."""
+"""Launches `gluon_decode` (Hopper) or `triton_decode` (others, and the interpreter) for `decode`."""
+
+import functools
 
 import torch
 from torch import Tensor
@@ -7,6 +9,13 @@ from perilune.ops.kda.decode import Drafts
 from perilune.ops.kda.triton_decode import decode_kernel
 
 WARPS = 8
+REGISTERS = 128  # two programs a processor: one's loads hide the other's arithmetic
+
+
+@functools.cache
+def on_hopper(device: torch.device) -> bool:
+    """Whether the hand-laid-out kernels run here."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def launch(
@@ -26,14 +35,22 @@ def launch(
             raise ValueError("decode: a token's cached inputs must be contiguous.")
     o = torch.empty(R, W, HV, V, dtype=qkv.dtype, device=qkv.device)
     past = (qkv, gate, beta) if drafts is None else (drafts.qkv, drafts.gate, drafts.beta)
-    decode_kernel[(R * H,)](
+    arguments = (
         qkv, gate, beta, out_gate, o, conv_weight, A_log, dt_bias.contiguous(), norm_weight, state, tail, slots,
         slots if accepted is None else accepted, *past,
         *qkv.stride()[:2], *gate.stride()[:3], *beta.stride(), *out_gate.stride()[:3], *conv_weight.stride(),
         *state.stride(), *tail.stride(), slots.stride(0),
         *(x for p in past for x in p.stride()[:2]), scale, lower_bound or 0.0, eps,
-        W=W, H=H, GROUP=HV // H, K=K, V=V, FLOORED=lower_bound is not None, REPLAY=drafts is not None,
-        ASM=qkv.is_cuda,
-        num_warps=WARPS if K == 128 else 4,
     )  # fmt: skip
+    settings = {"W": W, "H": H, "GROUP": HV // H, "K": K, "V": V}
+    settings |= {"FLOORED": lower_bound is not None, "REPLAY": drafts is not None}
+    if on_hopper(qkv.device):
+        from perilune.ops.kda import gluon_decode
+
+        key_first = state.stride(2) == 1
+        gluon_decode.decode_kernel[(R * H,)](
+            *arguments, **settings, KEY_FIRST=key_first, num_warps=WARPS, maxnreg=REGISTERS
+        )
+    else:
+        decode_kernel[(R * H,)](*arguments, **settings, num_warps=WARPS if K == 128 else 4)
     return o

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from perilune.ops.kda.decode_launch import on_hopper
 from perilune.ops.kda.segments import CHUNK, FINAL, INITIAL, PANEL, ZERO, Panel, Plan, Shape, plan
 from perilune.ops.kda.triton_backward import gradient_kernel, reverse_kernel
 from perilune.ops.kda.triton_forward import chain_kernel, merge_kernel
@@ -107,13 +108,20 @@ def rowwise(x: Tensor) -> Tensor:
 def prepare(inputs: Sequence[Tensor], problem: Problem, chunks: Tensor, first: int, count: int, to: Workspace) -> None:
     """Fills the workspace with the factors of chunks [first, first + count)."""
     q, k, gate, beta, A_log, dt_bias = inputs
-    prepare_kernel[(count * problem.heads,)](
+    arguments = (
         q, k, gate, beta, A_log, dt_bias, chunks, *to.all(),
         *q.stride()[:3], *k.stride()[:3], *gate.stride()[:3], *beta.stride(),
         problem.tokens, problem.scale, problem.lower_bound or 0.0, first,
-        HV=problem.heads, GROUP=problem.heads // problem.key_heads, K=problem.key, KB=32,
-        BOUNDED=problem.bounded, FLOORED=problem.lower_bound is not None, PRECISION="tf32",
-        num_warps=4, num_stages=1,
+    )  # fmt: skip
+    settings = {"HV": problem.heads, "GROUP": problem.heads // problem.key_heads, "K": problem.key}
+    if problem.bounded and on_hopper(q.device):
+        from perilune.ops.kda import gluon_prepare
+
+        gluon_prepare.prepare_kernel[(count * problem.heads,)](*arguments, **settings, num_warps=problem.key // 16)
+        return
+    prepare_kernel[(count * problem.heads,)](
+        *arguments, **settings, KB=32, BOUNDED=problem.bounded, FLOORED=problem.lower_bound is not None,
+        PRECISION="tf32", num_warps=4, num_stages=1,
     )  # fmt: skip
 
 

@@ -49,14 +49,6 @@ def advance(S, q, k, v, g, beta):
 
 
 @triton.jit
-def settle(x, HERE: tl.constexpr):
-    """Pins a vector to the layout it was loaded in; without it every thread would redo the vector's arithmetic."""
-    if HERE:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
-    return x
-
-
-@triton.jit
 def unit(x):
     return x * tl.rsqrt(tl.sum(x * x) + 1e-6)
 
@@ -67,7 +59,7 @@ def decode_kernel(
     x_r, x_w, g_r, g_w, g_h, b_r, b_w, b_h, z_r, z_w, z_h, c_c, c_t, s_n, s_h, s_k, s_v, t_n, t_c, t_w, slot_r,
     px_n, px_w, pg_n, pg_w, pb_n, pb_w, scale, lower_bound, eps,
     W: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    FLOORED: tl.constexpr, REPLAY: tl.constexpr, ASM: tl.constexpr,
+    FLOORED: tl.constexpr, REPLAY: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // H).to(tl.int64)
     key_head = tl.program_id(0) % H
@@ -119,9 +111,7 @@ def decode_kernel(
             z = tl.load(gp + c).to(tl.float32) + bias
             g = tl.exp2(log2_decay(z, rate, lower_bound, FLOORED))
             b = tl.sigmoid(tl.load(bp).to(tl.float32))
-            q, k, v, g = settle(q, ASM), settle(k, ASM), settle(v, ASM), settle(g, ASM)
             S, out = advance(S, q, k, v, g, b)
-            out = settle(out, ASM)
             q0, q1, q2 = q1, q2, xq
             k0, k1, k2 = k1, k2, xk
             v0, v1, v2 = v1, v2, xv
