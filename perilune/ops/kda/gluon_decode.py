@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """`triton_decode` for Hopper with the state laid out by hand, so that the step runs at the speed of its memory traffic.
 
-A thread holds 8 keys by 8 values of the state whichever axis is contiguous: few enough numbers of q, k and the decay
-that two programs fit a processor, and every access is whole 128-byte lines.
+A thread holds 64 numbers of the state, two programs fit a processor, and every access is whole 128-byte lines whichever
+axis is contiguous.
 The vectors of a token live one number a thread and are spread over the state's layout once (Triton by itself computes
 them in every thread that will read them, and runs out of registers).
 """
@@ -17,7 +17,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 def state_layout(key_first):
     """[K,V] over 8 warps: key_first when K is the contiguous axis in memory."""
     if key_first:
-        return gl.BlockedLayout([4, 4], [16, 2], [1, 8], [0, 1])
+        return gl.BlockedLayout([4, 4], [8, 4], [1, 8], [0, 1])
     return gl.BlockedLayout([8, 4], [2, 16], [8, 1], [1, 0])
 
 

@@ -62,7 +62,7 @@ def add(a, b):
 
 @gluon.jit
 def sigmoid(x):
-    """1 / (1 + 2^(−x·log2 e)) by the approximate reciprocal, which is within an ulp here and saves the exact one's care."""
+    """1 / (1 + 2^(−x·log2 e)) by the approximate reciprocal, an ulp from the exact one."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + gl.exp2(-LOG2E * x)], dtype=gl.float32, is_pure=True, pack=1
     )

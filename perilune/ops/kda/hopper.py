@@ -117,7 +117,9 @@ def prepare(inputs: Sequence[Tensor], problem: Problem, chunks: Tensor, first: i
     if problem.bounded and on_hopper(q.device):
         from perilune.ops.kda import gluon_prepare
 
-        gluon_prepare.prepare_kernel[(count * problem.heads,)](*arguments, **settings, num_warps=problem.key // 16)
+        gluon_prepare.prepare_kernel[(count * problem.heads,)](
+            *arguments, **settings, num_warps=problem.key // 16, maxnreg=128 if problem.key == 128 else None
+        )
         return
     prepare_kernel[(count * problem.heads,)](
         *arguments, **settings, KB=32, BOUNDED=problem.bounded, FLOORED=problem.lower_bound is not None,
@@ -223,7 +225,7 @@ def backward(
                 dA_part[panel.first :], dbias_part[panel.first :],
                 *q.stride()[:3], *k.stride()[:3], *gate.stride()[:3], *beta.stride(),
                 *do.stride()[:3], *dv.stride()[:3], T, problem.scale, problem.lower_bound or 0.0, panel.first,
-                HV=HV, GROUP=HV // problem.key_heads, K=K, V=V, KB=32,
+                HV=HV, GROUP=HV // problem.key_heads, K=K, V=V, KB=16,
                 BOUNDED=problem.bounded, FLOORED=problem.lower_bound is not None, num_warps=4, num_stages=1,
             )  # fmt: skip
     if problem.key_heads < HV:

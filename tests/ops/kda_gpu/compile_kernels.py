@@ -15,8 +15,9 @@ import triton.language
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from perilune.ops.kda import triton_backward, triton_decode, triton_forward, triton_prepare
+from perilune.ops.kda import gluon_decode, gluon_prepare, triton_backward, triton_decode, triton_forward, triton_prepare
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED = 227 * 1024
@@ -34,15 +35,19 @@ STEP |= dict.fromkeys(["conv", "A_log", "dt_bias", "norm", "state", "tail"], FP3
 TYPES = FACTORS | INPUTS | STATES | FLOATS
 
 
-def build(name: str, kernel, types: dict[str, str], constants: dict, warps: int, stages: int = 1) -> None:
+def build(
+    name: str, kernel, types: dict[str, str], constants: dict, warps: int, stages: int = 1, registers: int | None = None
+) -> None:
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     # Pointers and strides of real tensors are multiples of 16; those of beta and the tail are not.
     odd = {"b_h", "first", "c_t", "t_w", "t_c", "slot_r"}
     aligned = [n for n in names if signature[n] != "constexpr" and n not in odd and not signature[n].startswith("fp")]
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-    source = ASTSource(kernel, signature, constants, attributes)
-    made = triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    make = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = make(kernel, signature, constants, attributes)
+    options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
+    made = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -63,6 +68,9 @@ def prepare() -> None:
                 {"HV": 8, "GROUP": 1, "K": key, "KB": 32, "BOUNDED": bounded, "FLOORED": floored,
                  "PRECISION": "tf32"}, 4,
             )  # fmt: skip
+    for key, registers in ((128, 128), (64, None)):
+        shape = {"HV": 8, "GROUP": 1, "K": key}
+        build(f"gluon prepare K{key}", gluon_prepare.prepare_kernel, TYPES, shape, key // 16, registers=registers)
 
 
 def chain() -> None:
@@ -86,8 +94,8 @@ def backward() -> None:
         shape = {"HV": 8, "K": K, "V": V, "BV": BV, "STAGES": 2, "i_v": 1, "f_v": 1}
         build(f"reverse K{K} V{V} block {BV}", triton_backward.reverse_kernel, TYPES, shape, BV // 16, 2)
     for K, V, bounded in ((128, 128, True), (64, 64, True), (128, 128, False)):
-        shape = {"HV": 8, "GROUP": 1, "K": K, "V": V, "KB": 32, "BOUNDED": bounded, "FLOORED": bounded}
-        build(f"gradient K{K} V{V} bounded {bounded}", triton_backward.gradient_kernel, TYPES, shape, 8)
+        shape = {"HV": 8, "GROUP": 1, "K": K, "V": V, "KB": 16, "BOUNDED": bounded, "FLOORED": bounded}
+        build(f"gradient K{K} V{V} bounded {bounded}", triton_backward.gradient_kernel, TYPES, shape, 4)
 
 
 def decode() -> None:
@@ -95,9 +103,14 @@ def decode() -> None:
         for first in ("s_k", "s_v"):
             shape = {
                 "W": 4 if replay else 1, "H": 8, "GROUP": 1, "K": 128, "V": 128,
-                "FLOORED": True, "REPLAY": replay, "ASM": True, first: 1,
+                "FLOORED": True, "REPLAY": replay, first: 1,
             }  # fmt: skip
             build(f"decode replay {replay} unit {first}", triton_decode.decode_kernel, STEP | FLOATS, shape, 4)
+            shape["KEY_FIRST"] = first == "s_k"
+            build(
+                f"gluon decode replay {replay} unit {first}", gluon_decode.decode_kernel, STEP | FLOATS, shape, 8,
+                registers=128,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":
