@@ -1,4 +1,4 @@
-"""What a model costs, computed from its config: parameters, bytes, decode state, FLOPs (architecture facts §9, §11)."""
+"""What a model costs, computed from its config (docs/architecture.md, "What it costs"): counts, bytes, FLOPs."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """MoonViT-V2 and its projector (facts of the released `vision_config`, the keys that carry shape)."""
+    """MoonViT-V2 and its projector: the keys of the released `vision_config` that carry shape."""
 
     vt_hidden_size: int = 1024
     vt_num_hidden_layers: int = 27
@@ -42,14 +42,14 @@ class ModelConfig:
     num_hidden_layers: int
     mla_layers: tuple[int, ...]  # the other layers are KDA
 
-    # KDA (report eq. 1-7)
+    # KDA (report §2.1.1, eq. 1-6)
     kda_num_heads: int
     kda_head_dim: int
     short_conv_kernel_size: int = 4
     gate_lower_bound: float | None = -5.0  # None: Kimi Linear's unbounded softplus decay
     use_full_rank_gate: bool = True  # False: output gate through a head_dim-wide bottleneck
 
-    # Gated MLA without positions
+    # Gated MLA without positions (§2.1.2, eq. 7)
     num_attention_heads: int = 4
     q_lora_rank: int | None = None
     kv_lora_rank: int = 64
@@ -59,10 +59,10 @@ class ModelConfig:
     mla_use_output_gate: bool = True
     lora_norm_eps: float = 1e-6  # the released code's class default, unlike rms_norm_eps
 
-    # Residuals over depth (eq. 8-10): layers per block; None is the ordinary residual
+    # Residuals over depth (§2.2, eq. 8-10): layers per block; None is the ordinary residual
     attn_res_block_size: int | None = None
 
-    # Feed-forward: dense for the first layers, then Stable LatentMoE (eq. 11-14)
+    # Feed-forward: dense for the first layers, then Stable LatentMoE (§2.3, eq. 11-14)
     intermediate_size: int = 512
     first_k_dense_replace: int = 1
     moe_layer_freq: int = 1

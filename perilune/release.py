@@ -1,4 +1,4 @@
-"""The released config.json, in and out (architecture facts §1 and §12).
+"""The released config.json, in and out (docs/architecture.md, "config.json" and "Kimi Linear").
 
 The file nests the text model under `text_config` (K3) or is the text model (Kimi Linear). Layer lists count from 1.
 Keys we do not use survive a round trip: `to_json(config, base)` overlays ours on the file that was read.

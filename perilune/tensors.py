@@ -1,4 +1,4 @@
-"""Every tensor of the released checkpoint, computed from the config (architecture facts §3-8, §11, §12).
+"""Every tensor of the released checkpoint, computed from the config (docs/architecture.md, "The checkpoint").
 
 One table serves the parameter counts, the byte counts, import validation and export: a row is a name, a shape and a
 storage dtype. Routed experts are one row with `copies` instead of 896.

@@ -1,7 +1,7 @@
 """A chat request as clients send it (OpenAI's dialect and Moonshot's additions) -> the few values the renderer reads.
 
 `read_request` resolves the options and refuses what cannot be rendered. `vet_request` adds the refusals that the hosted
-API makes (facts: vendor verifier, k3_features), so that a server can answer 400 with one sentence.
+API makes, so that a server can answer 400 with one sentence.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The KDA layer (report eq. 1-7): short convolutions, the delta-rule recurrence, an output norm and gate.
+"""The KDA layer (report §2.1.1, eq. 1-6): short convolutions, the delta-rule recurrence, an output norm and gate.
 
 q, k, v = SiLU(conv(W x));  z = W_up W_down x;  β = σ(W_b x)
 S_t = (I − β k kᵀ) diag(α) S_{t−1} + β k vᵀ,   o_t = Sᵀ q,   α = exp(gate(z))

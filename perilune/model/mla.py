@@ -1,4 +1,4 @@
-"""Gated MLA without positions (report §2.1): low-rank queries, one latent for all keys and values, a sigmoid gate.
+"""Gated MLA without positions (report §2.1.2, eq. 7): low-rank queries, one latent for keys and values, a sigmoid gate.
 
     q = W_qb RMSNorm(W_qa x) = [q_nope | q_rope];   [c | r] = W_kva x;   [k_nope | v] = W_kvb RMSNorm(c)
     y = W_o [ softmax(q·[k_nope | r] / √d_qk) v · σ(W_g x) ]

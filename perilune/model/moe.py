@@ -1,4 +1,4 @@
-"""Feed-forward layers: the dense MLP, and Stable LatentMoE (report eq. 11-13).
+"""Feed-forward layers: the dense MLP, and Stable LatentMoE (report §2.3, eq. 11-13).
 
     y = W_up RMSNorm( Σ_{i∈T} p_i E_i(W_down x) ) + E_shared(x),   T = TopK(σ(W_r x) + b),   p = σ / Σ_T σ
 

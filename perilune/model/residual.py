@@ -1,4 +1,4 @@
-"""The residual stream over depth: Block Attention Residuals (report eq. 8-10), their full form, or plain addition.
+"""The stream over depth: Block Attention Residuals (report §2.2, eq. 8-10), their full form, or plain addition.
 
     α_i = softmax_i( w · RMSNorm(v_i) ),   h = Σ α_i v_i      over finished block sums v_i and the running sum
 

@@ -1,4 +1,4 @@
-"""Block Attention Residuals: a softmax over depth, one token at a time (technical report §2.4).
+"""Block Attention Residuals: a softmax over depth, one token at a time (technical report §2.2, eq. 8-10).
 
     score_i = Σ_d w_d v_{i,d} · rsqrt(mean_d v_i² + ε)        w = γ ⊙ (projection row), ε = 1e-5
     out     = Σ_i softmax_i(score) v_i                          raw values, no 1/√d, no bias

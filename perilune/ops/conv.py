@@ -1,4 +1,4 @@
-"""Depthwise causal short convolution with SiLU over packed sequences (technical report §2.2, the q, k, v convs of KDA).
+"""Depthwise causal short convolution with SiLU over packed sequences (technical report §2.1.1, eq. 2: q, k, v of KDA).
 
     y_t = silu( Σ_w weight[:, w] · x_{t − (W−1) + w} )       the last tap multiplies the current token
 

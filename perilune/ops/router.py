@@ -1,4 +1,4 @@
-"""Routing of Stable LatentMoE (technical report §2.3): who is chosen and with what weight.
+"""Routing of Stable LatentMoE (technical report §2.3, eq. 13): who is chosen and with what weight.
 
     σ = sigmoid(x Wᵀ) (or softmax), in fp32, from the full-width input
     chosen = top-k of σ + bias;  p = σ[chosen] / (Σ σ[chosen] + 1e-20) · scaling

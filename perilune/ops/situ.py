@@ -1,4 +1,4 @@
-"""SiTU-GLU and SwiGLU (technical report §2.3).
+"""SiTU-GLU and SwiGLU (technical report §2.3.2, eq. 12).
 
     SiTU-GLU(g, u) = β₁ tanh(g/β₁) sigmoid(g) · β₂ tanh(u/β₂)        K3: β₁ = 4, β₂ = 25; |out| ≤ 100
     SwiGLU(g, u)   = g sigmoid(g) · u

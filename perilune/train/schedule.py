@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step (report §3.2: cosine after 1% linear warm-up).
+"""The learning rate as a pure function of the step (report §3.2 and §3.3: cosine after 1% linear warm-up).
 
     warm-up   η(t) = η_max (t + 1) / W,                       t < W = max(1, ⌈0.01 T⌉)
     cosine    η(t) = η_min + (η_max − η_min)(1 + cos π u)/2,  u from 0 at the last warm-up step to 1 at step T − 1

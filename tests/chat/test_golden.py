@@ -86,7 +86,7 @@ def test_counts_a_json_schema_as_the_vendor_does(released: Tokenizer) -> None:
 
 
 def test_the_worked_example_has_405_ids(released: Tokenizer) -> None:
-    """Serving facts: declaration 114 ids, whole prompt 405; the effort message 67 at max, 68 at low and high."""
+    """The released prompt: declaration 114 ids, whole prompt 405; the effort message 67 at max, 68 at low and high."""
     case = cases("render.json")["tools_history_and_required"]
     assert len(render(read_request(case["request"])).ids(released)) == 405
     counts = [

@@ -43,7 +43,7 @@ def kda(
     delta: bool = True,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Kimi Delta Attention over whole sequences (technical report §2.2): norms, gate and β inside.
+    """Kimi Delta Attention over whole sequences (technical report §2.1.1): norms, gate and β inside.
 
     Args:
         q, k: [B,T,H,K], not normalised; L2 norm (sum, eps 1e-6) is taken here.

@@ -1,4 +1,4 @@
-"""The recurrence itself, three steps a token (technical report §2.2, eq. 3; Kimi Linear eq. 1).
+"""The recurrence itself, three steps a token (technical report §2.1.1, eq. 1; Kimi Linear eq. 1).
 
     S ← diag(exp g_t) S                          forget, one rate a key channel
     S ← S + k_t (β_t (v_t − Sᵀ k_t))ᵀ            correct what the state answers to k_t
