@@ -17,7 +17,8 @@ from typing import Any
 from perilune.train.metrics import read_metrics
 
 POINTS = 1200  # of a curve on the page; longer ones are averaged in bins
-COLUMNS = 120  # of a heat map
+COLUMNS = 120  # of a heat map, fewer where many experts would make it more than CELLS
+CELLS = 2_000_000
 FOREVER = 1e7  # tokens; a channel that forgets more slowly is drawn here
 
 
@@ -131,10 +132,11 @@ def balance(run: Run) -> dict[str, Any] | None:
 
 def loads(run: Run) -> dict[str, Any] | None:
     """Relative load [layer][expert][column] over time."""
-    seen = thin([i for i in run.inspections if i.get("loads")], COLUMNS)
+    seen = [i for i in run.inspections if i.get("loads")]
     if not seen:
         return None
     layers = list(seen[-1]["loads"])
+    seen = thin(seen, max(2, min(COLUMNS, CELLS // sum(len(shares) for shares in seen[-1]["loads"].values()))))
     return {
         "layers": layers,
         "steps": [i["step"] for i in seen],

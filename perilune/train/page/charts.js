@@ -214,7 +214,7 @@
       const rows = d.relative[l], columns = d.steps.length;
       const canvas = html("canvas");
       canvas.width = columns; canvas.height = rows.length;
-      canvas.style.height = Math.max(72, Math.min(220, rows.length * 6)) + "px";
+      canvas.style.height = Math.max(72, Math.min(160, rows.length * 6)) + "px";
       const context = canvas.getContext("2d"), image = context.createImageData(columns, rows.length);
       rows.forEach((row, e) => row.forEach((v, t) => image.data.set([...(finite(v) ? paint(v) : even), 255], 4 * (e * columns + t))));
       context.putImageData(image, 0, 0);
@@ -226,7 +226,7 @@
       });
       canvas.addEventListener("pointerleave", hide);
       const [low, high] = extent(rows.map((row) => row[columns - 1]));
-      place.append(html("figure", "", html("figcaption", "", `layer ${layer} `, html("span", "", `${rows.length} experts, ${low.toFixed(2)}–${high.toFixed(2)} × at last`)), canvas,
+      place.append(html("figure", "", html("figcaption", "", `layer ${layer} `, html("span", "", `${rows.length} experts, ${low.toFixed(2)}–${high.toFixed(2)} ×`)), canvas,
         html("div", "ends", html("span", "", "step " + d.steps[0]), html("span", "", String(d.steps[columns - 1])))));
     });
     document.getElementById("load-key").replaceChildren("¼ ×", html("i"), "4 ×", html("b"), "none");
