@@ -1,5 +1,7 @@
 """The documents keep their word: every relative link resolves, every path and test they name exists."""
 
+import contextlib
+import io
 import re
 from pathlib import Path
 
@@ -51,3 +53,13 @@ def test_a_wrong_name_is_noticed() -> None:
     text = "[a](nowhere.md) [b](#no-such-heading) `perilune/nothing.py` `tests/test_docs.py::test_gone` [c](README.md)"
     lost = broken(ROOT / "README.md", text)
     assert lost == ["nowhere.md", "#no-such-heading", "perilune/nothing.py", "tests/test_docs.py::test_gone"]
+
+
+def test_the_readme_s_python_prints_what_it_says() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    code = "".join(blocks)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    assert printed.getvalue().split("\n")[:-1] == re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
