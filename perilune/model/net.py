@@ -151,7 +151,7 @@ class K3(nn.Module):
         """
         if len(tokens) != layout.tokens:
             raise ValueError(f"tokens has {len(tokens)} entries but the layout describes {layout.tokens}.")
-        stream = Stream.start(self.embed_tokens(tokens))
+        stream = Stream.start(_stream_dtype(self.embed_tokens(tokens)))
         routes: dict[int, Routing] = {}
         for i, layer in enumerate(self.layers):
             stream, route = self.run_layer(layer, stream, layout, cache, taps)
@@ -196,3 +196,10 @@ class K3(nn.Module):
         for module in self.modules():
             if isinstance(module, KDA):
                 module.reset_parameters()
+
+
+def _stream_dtype(x: Tensor) -> Tensor:
+    """Under autocast the residual stream is bf16, as the release runs it; autocast itself would leave it fp32 and cast
+    at every product."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from perilune.ops.precision import own_precision
+
 EPS = 1e-5
 
 
+@own_precision
 def rms_scale(source: Tensor, eps: float = EPS) -> Tensor:
     """rsqrt(mean v² + ε) [..., 1] of one source, without gradient.
 
@@ -55,6 +58,7 @@ def mix_reference(blocks: Sequence[Tensor], partial: Tensor, weight: Tensor, *, 
     return (torch.softmax(score, 0).unsqueeze(-1) * v).sum(0).to(partial.dtype)
 
 
+@own_precision
 def probabilities(blocks: Sequence[Tensor], partial: Tensor, weight: Tensor, *, eps: float = EPS) -> Tensor:
     """The softmax weights [N+1, ...], the partial sum's last: what a report draws over depth."""
     with torch.no_grad():
@@ -72,6 +76,7 @@ class _Mix(torch.autograd.Function):
     """Saves the sources (alive anyway), their scales and the probabilities: two numbers a source and token."""
 
     @staticmethod
+    @own_precision
     def forward(ctx: Any, weight: Tensor, *scales_and_sources: Tensor) -> Tensor:  # type: ignore[override]
         half = len(scales_and_sources) // 2
         scales, sources = scales_and_sources[:half], scales_and_sources[half:]
@@ -84,6 +89,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @own_precision
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         weight, p, *rest = ctx.saved_tensors
         half = len(rest) // 2

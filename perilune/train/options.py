@@ -22,7 +22,7 @@ class TrainConfig:
 
     lr: float = 0.02
     """Peak rate of Muon; AdamW's is `lr * adamw_lr_scale`."""
-    adamw_lr_scale: float = 0.3
+    adamw_lr_scale: float = 0.6
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_share: float = 0.01
     floor_share: float = 0.1

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from perilune.ops.kda.decay import Decay, clamped, decay_of, floor, products, products_backward, scaled
 from perilune.ops.kda.plan import Plan, chunk_size, plan_chunks
 from perilune.ops.kda.reference import L2_EPS, accumulating, log_decay
+from perilune.ops.precision import own_precision
 
 CHUNK = 32
 
@@ -57,6 +58,7 @@ def chunk(
 
 class _Chunk(torch.autograd.Function):
     @staticmethod
+    @own_precision
     def forward(  # type: ignore[override]
         ctx: Any,
         q: Tensor,
@@ -106,6 +108,7 @@ class _Chunk(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @own_precision
     def backward(  # type: ignore[override]
         ctx: Any, do: Tensor | None, dfinal: Tensor | None, dexports: Tensor | None
     ) -> tuple[Tensor | None, ...]:
