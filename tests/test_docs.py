@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from perilune.accounting import account
+from perilune.stages import load_recipe, model_config
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
@@ -63,3 +66,33 @@ def test_the_readme_s_python_prints_what_it_says() -> None:
     with contextlib.redirect_stdout(printed):
         exec(code, {})
     assert printed.getvalue().split("\n")[:-1] == re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
+
+
+def test_the_walk_s_shapes_are_those_of_its_recipe() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "tiny-cpu.toml")
+    c, t = model_config(recipe.model), recipe.train.batch_tokens
+    cost, rows, heads, width = account(c), t * c.num_experts_per_token, c.kda_num_heads, c.kda_head_dim
+    n, sources = c.num_attention_heads, 1 + -(-c.num_hidden_layers // (c.attn_res_block_size or 1))
+    shapes = [
+        f"T = {t:,} tokens a",
+        f"hidden width {c.hidden_size}, {heads} heads of {width}, {c.num_experts} experts",
+        f"of which {c.num_experts_per_token} are chosen, {c.num_hidden_layers} layers",
+        f"up to {sources} sources a token | [sources, {t}] → [{t}, {c.hidden_size}]",
+        f"side by side | [{t}, {3 * c.kda_width}]",
+        f"by head | [1, {t}, {heads}, {width}] each",
+        f"output gate | [1, {t}, {heads}, {width}], [1, {t}, {heads}], [{t}, {c.kda_width}]",
+        f"of N sequences | [N, {heads}, {width}, {width}] fp32",
+        f"shared key | [{t}, {n}, {c.qk_head_dim}]; [{t}, {c.kv_lora_rank} + {c.qk_rope_head_dim}]",
+        f"keys; values | [{t}, {n}, {c.qk_head_dim}]; [{t}, {n}, {c.v_head_dim}]",
+        f"weights | [{t}, {c.num_experts}]; [{t}, {c.num_experts_per_token}]; [{t}, {c.num_experts_per_token}] fp32",
+        f"by expert | [{rows}, {c.expert_width}]",
+        f"every row | [{rows}, {2 * c.moe_intermediate_size}]",
+        f"by token | [{rows}, {c.expert_width}] → [{t}, {c.expert_width}]",
+        f"never kept | [{t}, {recipe.data.vocab_size}]",
+        f"its state [1, {heads}, {width}, {width}] and convolution tail [1, {3 * c.kda_width}, 3]",
+        f"appends n latents [n, {c.latent_width}]",
+        f"{cost.kda_state_bytes:,} B of KDA state",
+        f"{cost.mla_bytes_per_token} B a token of latents",
+    ]
+    walk = " ".join((ROOT / "docs" / "walk.md").read_text().split())
+    assert [shape for shape in shapes if shape not in walk] == []
