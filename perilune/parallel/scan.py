@@ -10,8 +10,8 @@ and B the state they make from zero. Both come from local tokens alone:
               right:  X_j = dS_j + M_jᵀ X_{j+1}.  X of the next rank is the missing gradient of the state that left.
 
 The fragments are fp32 (fp64 for fp64 inputs): [M | B] is H·K·(K + V) numbers, whatever the length; backward sends
-H·K·V. M needs no kernel of its own: KDA acts on each column of the state alone, so the state [I | 0] with values [0 |
-v] ends as [M | B]. A fold stops where a document begins; ranks that only pass on nothing send zeros.
+H·K·V. M needs no kernel of its own: from the state I, with values of zero, the same recurrence ends in M. A fold stops
+where a document begins; ranks whose last document ends with them send zeros.
 """
 
 from __future__ import annotations
@@ -88,18 +88,19 @@ def _fragment(inputs: tuple[Tensor, ...], state: Tensor | None, piece: Shard, op
     wide = accumulating(q.dtype)
     if not piece.continues:
         return v.new_zeros(HV, K, K + V, dtype=wide)
-    n = piece.lengths[-1]
+    n, through = piece.lengths[-1], piece.through[piece.rank]
     _, k, v, gate, beta = (x[:, x.shape[1] - n :] for x in (q, k, v, gate, beta))
-    start = torch.zeros(1, HV, K, V, dtype=wide, device=v.device)
-    if not piece.through[piece.rank]:  # begins here, from its own state: nothing to pass on
-        start = start if state is None else state[-1:]
-        _, B, _ = kda(k, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, state=start, lengths=[n], **options)
-        return torch.cat([B.new_zeros(HV, K, K), B[0]], -1)
+
+    def final(values: Tensor, start: Tensor) -> Tensor:
+        args = {"A_log": A_log, "dt_bias": dt_bias, "state": start, "lengths": [n], **options}
+        return kda(k, k, values, gate, beta, **args)[1][0]
+
+    zero = v.new_zeros(1, HV, K, V, dtype=wide)
+    if not through:  # begins here, from its own state: nothing to pass on
+        B = final(v, zero if state is None else state[-1:])
+        return torch.cat([B.new_zeros(HV, K, K), B], -1)
     eye = torch.eye(K, dtype=wide, device=v.device).expand(1, HV, K, K)
-    columns = torch.cat([v.new_zeros(*v.shape[:3], K), v], -1)
-    start = torch.cat([eye, start], -1)
-    _, MB, _ = kda(k, k, columns, gate, beta, A_log=A_log, dt_bias=dt_bias, state=start, lengths=[n], **options)
-    return MB[0]
+    return torch.cat([final(v.new_zeros(*v.shape[:3], K), eye), final(v, zero)], -1)
 
 
 def _local(inputs: tuple[Tensor, ...], states: Tensor, piece: Shard, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
