@@ -49,12 +49,12 @@ def history_makespan(before_E: Tensor, now_E: Tensor, ranks: int, slots: int) ->
 
 
 def remote_payloads(made: Plan, experts_RSK: Tensor) -> float:
-    """Payloads that leave their rank, over all payloads if each entry travelled alone and none stayed."""
-    layout, sent = segments(made), 0
-    for rank, experts_SK in enumerate(experts_RSK):
-        at = route(made, layout, experts_SK, rank)
+    """Payloads that leave their rank, over all payloads if each entry travelled alone and none stayed (of 8 ranks)."""
+    layout, sent, ranks = segments(made), 0, range(0, made.ranks, made.ranks // 8)
+    for rank in ranks:
+        at = route(made, layout, experts_RSK[rank], rank)
         sent += int((at.primary & (at.host != rank)).sum())
-    return sent / experts_RSK.numel()
+    return sent / (experts_RSK[0].numel() * len(ranks))
 
 
 def step(experts_RSK: Tensor, before_E: Tensor | None) -> dict[str, float]:

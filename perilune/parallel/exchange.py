@@ -35,8 +35,8 @@ class Exchange:
 
     experts      E, over all ranks; expert e is at home on rank e // (E/R).
     top_k        routes a token.
-    tokens       the most a rank brings; fixes the shape of the receive buffer. None: the host sizes it for each
-    routing. num_slots, tolerance    of the planner.
+    tokens       the most a rank brings; fixes the receive buffer's shape. None: the host sizes it for each routing.
+    num_slots    remote experts a rank may hold; tolerance: rows it may execute above its share (see `plan`).
     align        rows that a segment is padded to.
     balanced     False is the classic exchange.
     mxfp4        experts lie on the MXFP4 grid and travel packed.

@@ -101,7 +101,7 @@ class CollectiveTraffic:
 
     order [S·K valid]  this rank's entries sorted by host, in flat order within a host.
     payload_token      tokens to send, one per token and host, in the same order.
-    payload_of      where in the returned payload the token's sum from the k-th entry lies; −1: none.
+    payload_of [S, K]  where in the returned payload the token's sum from the k-th entry lies; −1: none.
     slot [M], row [M]  rows of the receive buffer that arriving entries fill, and which arriving payload each takes.
     chain [P, K]       rows of the receive buffer that belong to each arriving payload, ascending k; −1: none.
     """
@@ -255,9 +255,7 @@ class Collective:
         return [torch.empty_like(pool) for pool in slots]
 
     def give_back(self, borrowed: Sequence[Tensor], own: Sequence[Tensor], traffic: CollectiveTraffic) -> None:
-        """Add the gradients of slots [B, ...] to those of their homes [E/R, ...], in place, in fp32, by ascending
-        rank.
-        """
+        """Add gradients of slots [B, ...] to those of their homes [E/R, ...]: in place, in fp32, by ascending rank."""
         for grad, home in zip(borrowed, own, strict=True):
             got = self.swap(grad[traffic.lent_slots], traffic.lent.reverse, "gradient reduce")
             lent = traffic.lent_experts.unique()

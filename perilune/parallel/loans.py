@@ -38,9 +38,7 @@ class Loan:
     pools: tuple[Pool, ...]
 
     def fetch(self) -> bool:
-        """Send for the borrowed experts unless the slots still hold them; True: `arrived` must follow their
-        transfer.
-        """
+        """Send for the borrowed experts unless the slots still hold them; True: call `arrived` once they are there."""
         if all(pool.holder is self for pool in self.pools):
             return False
         for pool in self.pools:
@@ -69,9 +67,7 @@ class Loan:
 
 @dataclass(eq=False)
 class PackedLoan(Loan):
-    """A loan of values on the MXFP4 grid, rows a multiple of 32 long: `parts`, their codes and scales, travel by
-    `wires`.
-    """
+    """A loan of values on the MXFP4 grid, in rows of a multiple of 32: their codes and scales travel, `parts`."""
 
     wires: tuple[Pool, ...] = ()
     parts: tuple[Tensor, ...] = ()

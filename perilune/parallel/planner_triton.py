@@ -1,12 +1,10 @@
 """The plan in one Triton kernel of one CTA, equal bit for bit to `planner.plan_reference` (report §5.2.1, appendix E).
 
-Everything is an integer and lives in registers: kept_RL, the rows each home still has of its experts; one number a rank
-for balances and lacks; and the list of copies so far. Nothing is read by the host and nothing is spawned: each rank
-runs the kernel on the same counts and has the same plan. A second small kernel, one program a rank, lists the replicas
-and lays out the segments (`routes.segments`).
-
-Legend: R ranks, L = E/R experts at home, B slots; RP, LP, CP, EP, BP, GP powers of two at or above R, L, copies, E, B,
-    L + B.
+Everything is an integer and lives in registers: the rows each home still has of its experts, one number a rank for
+balances and lacks, and the list of copies so far. The host reads nothing; every rank runs the kernel on the same counts
+and has the same plan. A second small kernel, one program a rank, lists the replicas and lays out the segments
+(`routes.segments`).
+Legend: R ranks, L = E/R experts at home, B slots; RP, LP, CP, EP, GP powers of two for R, L, copies, E, L + B.
 """
 
 # Kernel arguments are pointers and constants of the Triton language.

@@ -5,7 +5,8 @@
 torch's grouped product takes one array of weights and rows from 0 on. It computes the first L groups of all N rows and
 leaves the others untouched; these are filled in place: by a loop on the host (the reference, any dtype), or by one
 Triton kernel that reads `ends` on the device. Nothing is copied and nothing is waited for. `ends[-1]` is N: every row
-belongs to a group. Legend: N rows, D and F widths, L own groups, B slots, G = L + B; ends int32 [G].
+belongs to a group.
+Legend: N rows, D and F widths, L own groups, B slots, G = L + B; ends int32 [G].
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ def product(x_ND: Tensor, own_LDF: Tensor, lent_BDF: Tensor, ends_G: Tensor) -> 
 
 
 def weight_gradients(x_ND: Tensor, dy_NF: Tensor, lent_BDF: Tensor, ends_G: Tensor, local: int) -> Tensor:
-    """Gradients of the own weights [L, D, F]; those of used slots are written into `lent_BDF`, others left as they
-    are.
-    """
+    """Gradients of the own weights [L, D, F]; those of used slots are written into `lent_BDF`, idle ones are not."""
     if lent_BDF.shape[0]:
         _lent_gradients(lent_BDF, x_ND, dy_NF, ends_G[local - 1 :])
     ends = ends_G[:local]

@@ -3,11 +3,10 @@
 A rank's tokens act on the state that enters them as an affine map, S_out = M S_in + B, with M = Π (I − β k kᵀ) Diag(α)
 and B the state they make from zero. Both come from local tokens alone:
 
-    forward   every rank computes (M, B) of its last document's part, all gather them, and each folds those of its own
-              first document from the left:  S ← M_j S + B_j.  Then it runs its tokens from the true S.
-    backward  every rank computes dS, what its own tokens ask of the state that entered; all gather it, and each folds
-    from the
-              right:  X_j = dS_j + M_jᵀ X_{j+1}.  X of the next rank is the missing gradient of the state that left.
+    forward   every rank computes (M, B) of its last document's part and all gather them. Each folds those of its own
+              first document from the left, S ← M_j S + B_j, and runs its tokens from the true S.
+    backward  every rank computes dS, what its own tokens ask of the state that entered, and all gather it. Each folds
+              from the right, X_j = dS_j + M_jᵀ X_{j+1}: the missing gradient of the state that left it.
 
 The fragments are fp32 (fp64 for fp64 inputs): [M | B] is H·K·(K + V) numbers, whatever the length; backward sends
 H·K·V. M needs no kernel of its own: from the state I, with values of zero, the same recurrence ends in M. A fold stops

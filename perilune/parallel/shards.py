@@ -4,9 +4,8 @@ Tokens of all documents lie one after another; rank r holds a contiguous piece. 
 on another rank and only its last can go on. What crosses borders:
 
     tail      the W − 1 tokens before a rank's first, for the short convolutions
-    context   the earlier tokens of the first document, for softmax attention over MLA latents (512 + 64 numbers a
-    token) by_heads  all tokens of H/R heads instead of T/R tokens of all heads: every rank attends equally, whatever
-    the documents
+    context   the earlier tokens of the first document, for attention over MLA latents (576 numbers a token)
+    by_heads  all tokens of H/R heads for T/R tokens of all heads: every rank attends equally, whatever the documents
 """
 
 from __future__ import annotations
@@ -61,9 +60,7 @@ class Shard:
 
 
 def shard(lengths: Sequence[int], rank: int, size: int) -> Shard:
-    """Cut documents of these lengths evenly: the first total % R ranks hold one token more. Empty documents are
-    dropped.
-    """
+    """Cut documents of these lengths evenly; the first total % R ranks hold one token more. Empty documents drop."""
     if any(n < 0 for n in lengths) or not 0 <= rank < size:
         raise ValueError(f"shard: need lengths >= 0 and 0 <= rank < size, got {list(lengths)}, {rank}, {size}")
     total = sum(lengths)
@@ -84,8 +81,7 @@ def _pieces(ends: list[int], a: int, b: int) -> tuple[list[int], int]:
 
 
 def tail(x_1TC: Tensor, width: int, fabric: Collective, piece: Shard) -> Tensor:
-    """What `short_conv(tail=)` takes: the `width` inputs before each local document, [N, C, width], zeros before a
-    start.
+    """What `short_conv(tail=)` takes: [N, C, width], the inputs before each local document, zeros before its start.
 
     Differentiable: gradients go back to the rank that holds the tokens. One small all-to-all each way.
     """
@@ -96,8 +92,7 @@ def tail(x_1TC: Tensor, width: int, fabric: Collective, piece: Shard) -> Tensor:
 
 
 def context(x_TC: Tensor, fabric: Collective, piece: Shard) -> Tensor:
-    """The tokens of the first document that lie on earlier ranks, then the local ones: [carried + T, C].
-    Differentiable.
+    """The first document's tokens on earlier ranks, then the local ones: [carried + T, C]. Differentiable.
 
     Queries of local document n see keys of the first (carried if n = 0) + lengths[n] tokens, aligned at their ends.
     """

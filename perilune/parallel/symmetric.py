@@ -45,9 +45,7 @@ class Shared:
 
 @dataclass
 class SymmetricTraffic:
-    """Addresses of one routing. host, slot, parent, next: int32 [S, K] of my entries; row_parent, row_next: [N] of my
-    rows.
-    """
+    """Addresses of one routing, int32: host, slot, parent, next [S, K] of my entries; row_parent, row_next [N]."""
 
     plan: Plan
     ends: Tensor
@@ -270,9 +268,7 @@ class Symmetric:
         return [self._shared(f"gradients {i}", pool.shape, pool.dtype).mine for i, pool in enumerate(slots)]
 
     def give_back(self, borrowed: Sequence[Tensor], own: Sequence[Tensor], traffic: SymmetricTraffic) -> None:
-        """Add the gradients of slots [B, ...] to those of their homes [E/R, ...], in place, in fp32, by ascending
-        rank.
-        """
+        """Add gradients of slots [B, ...] to those of their homes [E/R, ...]: in place, in fp32, by ascending rank."""
         made = traffic.plan
         if not made.slots:
             return

@@ -23,8 +23,7 @@ def _peer(peers, rank, like):
 
 @triton.jit
 def barrier_kernel(pads, mine, epoch, status, rank, phase, R: tl.constexpr, RP: tl.constexpr, LIMIT: tl.constexpr):
-    """Everything all ranks wrote before is visible after. pads [R]: addresses of int32 [R] on every rank; mine: this
-    rank's.
+    """What any rank wrote before is visible after. pads [R]: addresses of int32 [R] on every rank; mine: this one's.
 
     A rank that does not come within LIMIT looks leaves status = (phase, its number, the epoch); nothing hangs.
     """

@@ -32,6 +32,6 @@ def case(seed: int, dtype: torch.dtype) -> None:
     assert torch.equal(out[first], torch.full_like(out[first], 7.0))  # rows of the home groups are not touched
 
 
-for seed in range(12):
+for seed in range(6):
     case(seed, torch.float32 if seed % 3 else torch.float16)
 print("ok")
