@@ -64,7 +64,7 @@ def compose(fragments_RHKC: Tensor, piece: Shard, K: int) -> Tensor:
     S = torch.zeros_like(fragments_RHKC[0, ..., K:])
     for j in range(piece.rank):
         M, B = fragments_RHKC[j].split([K, S.shape[-1]], -1)
-        S = M @ S + B if piece.through[j] else B
+        S = M @ S + B  # M is zero where the document began on rank j
     return S if piece.carried else torch.zeros_like(S)
 
 
@@ -73,10 +73,7 @@ def decompose(dS_RHKV: Tensor, fragments_RHKC: Tensor, piece: Shard) -> Tensor:
     K = dS_RHKV.shape[-2]
     X = torch.zeros_like(dS_RHKV[0])
     for j in range(piece.size - 1, piece.rank, -1):
-        if piece.through[j]:
-            X = dS_RHKV[j] + fragments_RHKC[j, ..., :K].mT @ X
-        else:
-            X = dS_RHKV[j] if piece.reach[j] else torch.zeros_like(X)
+        X = dS_RHKV[j] + fragments_RHKC[j, ..., :K].mT @ X if piece.reach[j] else torch.zeros_like(X)
     return X
 
 

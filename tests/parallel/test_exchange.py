@@ -41,9 +41,20 @@ def test_equals_one_device(seed: int, options: dict) -> None:
 
 
 def test_fixed_buffers_give_the_same() -> None:
-    """tokens= fixes every shape; rows past the last segment weigh nothing."""
+    """tokens= fixes every shape; rows past the last segment are zeros of weight zero, and belong to the last group."""
     case = layer(3, 4, 2, 2, [9, 0, 13, 2])
     close(joined(run(4, lambda fabric: together(fabric, case, tokens=13, align=8))), alone(case))
+
+    def program(fabric: Threads) -> None:
+        exchange = Exchange(fabric, 8, 2, tokens=13, align=8)
+        traffic = exchange.route(case.experts[fabric.rank])
+        rows, weights = fabric.push(case.x[fabric.rank] + 1, case.weights[fabric.rank] + 1, traffic)
+        used = torch.zeros(traffic.rows, dtype=torch.bool).index_fill(0, traffic.slot, True)
+        assert len(rows) == len(weights) == traffic.rows == int(traffic.ends[-1]) > int(used.sum())
+        assert not rows[~used].any()
+        assert not weights[~used].any()
+
+    run(4, program)
 
 
 def test_two_layers_share_the_slots_and_fetch_again() -> None:
