@@ -33,7 +33,7 @@ def test_chunked_kda(lengths, lower_bound) -> None:
         o, final, _ = kda(**leaves, lower_bound=lower_bound, lengths=lengths, impl=impl)
         (o.square().sum() + final.square().sum()).backward()
         found.append([o, final] + [y.grad for y in leaves.values()])
-    assert max(relative(a, b) for a, b in zip(*found, strict=True)) < 2e-5
+    assert max(relative(a, b) for a, b in zip(*found, strict=True)) < 1e-4
 
 
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 2e-3), (torch.bfloat16, 2e-2)])  # fp32: TF32 products
