@@ -92,11 +92,13 @@ def median(run: Callable[[], object], count: int) -> float:
     return sorted(times)[count // 2]
 
 
-def peers() -> dict[str, Callable]:
-    """Ours, and whichever peer answers a small call; says why the others do not."""
+def peers(wanted: list[str]) -> dict[str, Callable]:
+    """Ours, and whichever wanted peer answers a small call; says why the others do not."""
     found = {"perilune": ours}
     small = inputs([256], 4, True)
     for name, run in (("fla", fla), ("cudnn", cudnn)):
+        if name not in wanted:
+            continue
         try:
             run(small, [256])
             found[name] = run
@@ -217,8 +219,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("runs/kda"))
     parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--peers", default="fla,cudnn", help="fla tunes itself for minutes before its first number")
     args = parser.parse_args()
-    runs = peers()
+    runs = peers(args.peers.split(","))
     errors = {p: {g: error_of(r, g == "slow") for g in ("fast", "slow")} for p, r in runs.items()}
     print("errors of o:", json.dumps(errors))
     rows = forward_rows(runs, args.count) + training_rows(runs, max(5, args.count // 4)) + decode_rows(args.count)

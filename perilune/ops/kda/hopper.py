@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from perilune.ops.kda.decode_launch import on_hopper
 from perilune.ops.kda.segments import CHUNK, FINAL, INITIAL, PANEL, ZERO, Panel, Plan, Shape, plan
-from perilune.ops.kda.triton_backward import gradient_kernel, reverse_kernel
+from perilune.ops.kda.triton_backward import gradient_kernel, pair_kernel, reverse_kernel, unit_kernel
 from perilune.ops.kda.triton_forward import chain_kernel, merge_kernel
 from perilune.ops.kda.triton_prepare import prepare_kernel
 
 SIZES = (64, 128)
+CHANNELS = 32  # of the backward's programs
 BOUND = -5.5  # the steepest gate whose 16-token block stays inside fp32 (triton_prepare)
 
 
@@ -153,7 +155,7 @@ def chain(
         walk(table["scans"], len(panel.scans), True)
         merge_kernel[(len(panel.merges) * HV, V // 32)](
             transfer, table["merges"], initial, final, carry, *initial.stride(), *final.stride(),
-            HV=HV, K=K, V=V, BV=32, num_warps=4, num_stages=2,
+            HV=HV, K=K, V=V, BV=32, num_warps=8, num_stages=2,
         )  # fmt: skip
     walk(table["runs"], len(panel.runs), False)
 
@@ -199,12 +201,13 @@ def backward(
     dstate = torch.empty(len(problem.lengths), HV, K, V, dtype=torch.float32, device=v.device)
     ends = dstate if dfinal is None else dfinal
     total = sum(p.count for p in made.panels)
-    dA_part = torch.empty(total, HV, dtype=torch.float32, device=v.device)
+    dA_part = torch.empty(total, HV, K // CHANNELS, dtype=torch.float32, device=v.device)
     dbias_part = torch.empty(total, HV, K, dtype=torch.float32, device=v.device)
     most = max(p.count for p in made.panels)
     workspace = Workspace.empty(most, HV, K, v)
     h, d = v.new_empty(2, most, HV, V, K)
     u = v.new_empty(most, HV, V, CHUNK)
+    dA, dB = v.new_empty(2, most, HV, CHUNK, CHUNK)
     for j in reversed(range(len(panels))):
         panel, table = made.panels[j], panels[j]
         if panel.count:
@@ -220,15 +223,23 @@ def backward(
                 HV=HV, K=K, V=V, BV=block, STAGES=2, num_warps=block // 16,
             )  # fmt: skip
         if panel.count:
-            gradient_kernel[(panel.count * HV,)](
-                q, k, gate, beta, A_log, dt_bias, chunks, do, dv, h, d, u, dq, dk, dgate, dbeta,
+            pair_kernel[(panel.count * HV,)](
+                beta, chunks, do, dv, u, dA, dB, dbeta, *beta.stride(), *do.stride()[:3], *dv.stride()[:3], T, panel.first,
+                HV=HV, V=V, num_warps=4,
+            )  # fmt: skip
+            gradient_kernel[(panel.count * HV, K // CHANNELS)](
+                q, k, gate, A_log, dt_bias, chunks, do, dv, h, d, u, dA, dB, dq, dk, dgate,
                 dA_part[panel.first :], dbias_part[panel.first :],
-                *q.stride()[:3], *k.stride()[:3], *gate.stride()[:3], *beta.stride(),
+                *q.stride()[:3], *k.stride()[:3], *gate.stride()[:3],
                 *do.stride()[:3], *dv.stride()[:3], T, problem.scale, problem.lower_bound or 0.0, panel.first,
-                HV=HV, GROUP=HV // problem.key_heads, K=K, V=V, KB=16,
+                HV=HV, GROUP=HV // problem.key_heads, K=K, V=V, KB=CHANNELS,
                 BOUNDED=problem.bounded, FLOORED=problem.lower_bound is not None, num_warps=4, num_stages=1,
             )  # fmt: skip
+    for raw, grad in ((q, dq), (k, dk)):
+        unit_kernel[(triton.cdiv(B * T * HV, 32),)](
+            raw, grad, *raw.stride()[:3], T, B * T, HV=HV, GROUP=HV // problem.key_heads, K=K, ROWS=32, num_warps=4
+        )
     if problem.key_heads < HV:
         group = (B, T, problem.key_heads, HV // problem.key_heads, K)
         dq, dk = dq.view(group).sum(3).to(q.dtype), dk.view(group).sum(3).to(k.dtype)
-    return dq, dk, dgate, dbeta, dA_part.sum(0), dbias_part.sum(0), dv, dstate
+    return dq, dk, dgate, dbeta, dA_part.sum((0, 2)), dbias_part.sum(0), dv, dstate

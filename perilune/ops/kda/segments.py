@@ -57,10 +57,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds on an H200, measured: one chunk of the chain, one merge, the two extra launches."""
+    """Microseconds on an H200, measured: a chunk of the chain by value columns, one merge, the two extra launches."""
 
-    chunk: float = 0.9
-    merge: float = 2.5
+    half: float = 2.2
+    whole: float = 3.7
+    merge: float = 10.0
     launch: float = 8.0
 
 
@@ -75,13 +76,10 @@ def segments_for(chunks: int, sequences: int, shape: Shape, block: int, cost: Co
 
     def time(s: int) -> float:
         steps = math.ceil(chunks / s)
+        run = steps * (cost.half if block == 64 else cost.whole) * waves(s * run_units)
         if s == 1:
-            return steps * cost.chunk * waves(run_units)
-        return (
-            steps * cost.chunk * (waves(s * run_units) + waves((s - 1) * scan_units))
-            + s * cost.merge * waves(run_units)
-            + cost.launch
-        )
+            return run
+        return run + steps * cost.whole * waves((s - 1) * scan_units) + s * cost.merge + cost.launch
 
     best = min(range(1, min(64, max(1, chunks // 4)) + 1), key=time)
     return best if time(best) < 0.9 * time(1) else 1

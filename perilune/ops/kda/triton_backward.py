@@ -5,7 +5,7 @@ With R = v − kd·S, U = P R, and D the gradient of the state after the chunk, 
 
     dU = Aqkᵀ dO + kr D        dR = Pᵀ dU = dV        D ← 2^G_C D + qdᵀ dO − kdᵀ dR      (`reverse_kernel`)
     dqd = dO Sᵀ    dkd = −dR Sᵀ    dkr = U Dᵀ    dAqk = tril(dO Uᵀ)    dAkk = −tril(dR Uᵀ, −1)
-    dβ_raw = (1 − β)/β · diag(dR Uᵀ)                                                       (`gradient_kernel`)
+    dβ_raw = (1 − β)/β · diag(dR Uᵀ)                                                       (`pair_kernel`)
 
 The last line needs no inverse: with Y = (I+L)⁻ᵀ dU, dβ_i = Y_i·(R_i − Σ_j Akk_ij U_j) = Y_i·U_i/β_i and dR = β Y.
 For the gate, with a read and a write side of k, dG = q∘dq + k∘(dk_read − dk_write), the last row gains
@@ -103,25 +103,63 @@ def through_pairs(dA, dB, mask, rows_k, rows_q, cols, row, col, dq, read, write,
 
 
 @triton.jit
-def unit_gradient(ptr, raw, rows, out_stride, stride, live, r, along, K: tl.constexpr, KB: tl.constexpr):
-    """Turns gradients of unit rows, already stored, into those of the raw rows: r (d − x r (x r · d))."""
-    for block in range(0, K, KB):
-        c = block + tl.arange(0, KB)[None, :]
-        x = tl.load(raw + rows * stride + c, mask=live, other=0.0).to(tl.float32)
-        d = tl.load(ptr + rows * out_stride + c, mask=live, other=0.0).to(tl.float32)
-        d = r[:, None] * (d - x * (r * along)[:, None])
-        tl.store(ptr + rows * out_stride + c, d.to(ptr.dtype.element_ty), mask=live)
+def pair_kernel(
+    beta, chunks, do, dv, u, dA, dB, dbeta,
+    b_b, b_t, b_h, o_b, o_t, o_h, v_b, v_t, v_h, T, first,
+    HV: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """dAqk, dAkk and the gradient of raw β for one (chunk, head)."""
+    C: tl.constexpr = 64
+    pid = tl.program_id(0).to(tl.int64)
+    chunk, head = pid // HV + first, pid % HV
+    start = tl.load(chunks + 2 * chunk).to(tl.int64)
+    count = tl.load(chunks + 2 * chunk + 1)
+    b, t = start // T, start % T
+    i = tl.arange(0, C)
+    live = (i < count)[:, None]
+    ri, rj = i[:, None], i[None, :]
+    e = tl.arange(0, V)
+    b_do = tl.load(do + b * o_b + t * o_t + head * o_h + ri * o_t + e[None, :], mask=live, other=0.0)
+    b_dr = tl.load(dv + b * v_b + t * v_t + head * v_h + ri * v_t + e[None, :], mask=live, other=0.0)
+    b_u = tl.load(u + (pid * V + e[:, None]) * C + rj)
+    at = pid * C * C + ri * C + rj
+    tl.store(dA + at, tl.where(ri >= rj, tl.dot(b_do, b_u, input_precision="tf32x3"), 0.0).to(dA.dtype.element_ty))
+    pairs = tl.dot(b_dr, b_u, input_precision="tf32x3")
+    tl.store(dB + at, tl.where(ri > rj, -pairs, 0.0).to(dB.dtype.element_ty))
+    be = tl.sigmoid(tl.load(beta + b * b_b + (t + i) * b_t + head * b_h, mask=i < count, other=0.0).to(tl.float32))
+    raw = tl.sum(tl.where(ri == rj, pairs, 0.0), 1) * (1.0 - be) / be
+    raw = tl.where(be > 1e-18, raw, 0.0)
+    tl.store(dbeta + (b * T + t + i) * HV + head, raw.to(dbeta.dtype.element_ty), mask=i < count)
+
+
+@triton.jit
+def unit_kernel(
+    raw, d, x_b, x_t, x_h, T, tokens,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """In place from gradients d [B,T,HV,K] of unit rows to those of the raw rows: r (d − x r (x r · d))."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head = row // HV, row % HV
+    live = (row < tokens.to(tl.int64) * HV)[:, None]
+    c = tl.arange(0, K)[None, :]
+    at = (token // T) * x_b + (token % T) * x_t + (head // GROUP) * x_h
+    x = tl.load(raw + at[:, None] + c, mask=live, other=0.0).to(tl.float32)
+    g = tl.load(d + row[:, None] * K + c, mask=live, other=0.0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+    x *= r
+    g = r * (g - x * tl.sum(x * g, 1)[:, None])
+    tl.store(d + row[:, None] * K + c, g.to(d.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def gradient_kernel(
-    q, k, gate, beta, A_log, dt_bias, chunks, do, dv, h, d, u, dq, dk, dgate, dbeta, dA_part, dbias_part,
-    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, b_b, b_t, b_h,
+    q, k, gate, A_log, dt_bias, chunks, do, dv, h, d, u, dA, dB, dq, dk, dgate, dA_part, dbias_part,
+    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h,
     o_b, o_t, o_h, v_b, v_t, v_h, T, scale, lower_bound, first,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr,
     BOUNDED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """Everything but dV for one (chunk, value head); dq and dk are [B,T,HV,K], summed over a group by the caller."""
+    """Gradients of unit q and k, raw gate and its parameters for KB channels of one (chunk, value head)."""
     C: tl.constexpr = 64
     work = h.dtype.element_ty
     pid = tl.program_id(0).to(tl.int64)
@@ -133,84 +171,68 @@ def gradient_kernel(
     live = (i < count)[:, None]
     ri, rj = i[:, None], i[None, :]
     e = tl.arange(0, V)
+    channel = tl.program_id(1) * KB + tl.arange(0, KB)
+    c = channel[None, :]
 
     q += b * q_b + t * q_t + (head // GROUP) * q_h
     k += b * k_b + t * k_t + (head // GROUP) * k_h
     gate += b * g_b + t * g_t + head * g_h
-    out = ((b * T + t) * HV + head) * K
-    b_do = tl.load(do + b * o_b + t * o_t + head * o_h + ri * o_t + e[None, :], mask=live, other=0.0)
-    b_dr = tl.load(dv + b * v_b + t * v_t + head * v_h + ri * v_t + e[None, :], mask=live, other=0.0)
-    b_u = tl.load(u + (pid * V + e[:, None]) * C + rj)
-    dA = tl.where(ri >= rj, tl.dot(b_do, b_u, input_precision="tf32x3"), 0.0)
-    dB = -tl.dot(b_dr, b_u, input_precision="tf32x3")
-    be = tl.sigmoid(tl.load(beta + b * b_b + (t + i) * b_t + head * b_h, mask=i < count, other=0.0).to(tl.float32))
-    diagonal = -tl.sum(tl.where(ri == rj, dB, 0.0), 1)
-    raw = tl.where(be > 1e-18, diagonal * (1.0 - be) / be, 0.0)
-    tl.store(dbeta + (b * T + t + i) * HV + head, raw.to(dbeta.dtype.element_ty), mask=i < count)
-    dB = tl.where(ri > rj, dB, 0.0)
-
+    out = ((b * T + t) * HV + head) * K + ri * (HV * K) + c
     rq = inverse_norm(q, i, q_t, i < count, K)
     rk = inverse_norm(k, i, k_t, i < count, K)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
-    along_q = tl.zeros((C,), tl.float32)
-    along_k = tl.zeros((C,), tl.float32)
-    dA_sum = 0.0
-    for block in range(0, K, KB):
-        c = block + tl.arange(0, KB)[None, :]
-        z = tl.load(gate + ri * g_t + c, mask=live, other=0.0).to(tl.float32)
-        z += tl.load(dt_bias + head * K + c).to(tl.float32)
-        g = tl.where(live, log2_decay(z, rate, lower_bound, FLOORED), 0.0)
-        kn = tl.load(k + ri * k_t + c, mask=live, other=0.0).to(tl.float32) * rk[:, None]
-        qn = tl.load(q + ri * q_t + c, mask=live, other=0.0).to(tl.float32) * (rq * scale)[:, None]
-        G = tl.cumsum(g, 0)
-        total = tl.sum(g, 0)[None, :]
-        tile_h = tl.load(h + (pid * V + e[:, None]) * K + c)
-        tile_d = tl.load(d + (pid * V + e[:, None]) * K + c)
-        f = tl.exp2(G)
-        gq = tl.dot(b_do, tile_h, input_precision="tf32x3") * f
-        read = -tl.dot(b_dr, tile_h, input_precision="tf32x3") * f
-        write = tl.dot(tl.trans(b_u), tile_d, input_precision="tf32x3") * tl.exp2(total - G)
-        last = (
-            tl.sum(tile_h.to(tl.float32) * tile_d.to(tl.float32), 0)[None, :] * tl.exp2(total)
-            + tl.sum(kn * write, 0)[None, :]
+    z = tl.load(gate + ri * g_t + c, mask=live, other=0.0).to(tl.float32)
+    z += tl.load(dt_bias + head * K + c).to(tl.float32)
+    g = tl.where(live, log2_decay(z, rate, lower_bound, FLOORED), 0.0)
+    G = tl.cumsum(g, 0)
+    total = tl.sum(g, 0)[None, :]
+    f = tl.exp2(G)
+    tile_h = tl.load(h + (pid * V + e[:, None]) * K + c)
+    b_do = tl.load(do + b * o_b + t * o_t + head * o_h + ri * o_t + e[None, :], mask=live, other=0.0)
+    gq = tl.dot(b_do, tile_h, input_precision="tf32x3") * f
+    b_dr = tl.load(dv + b * v_b + t * v_t + head * v_h + ri * v_t + e[None, :], mask=live, other=0.0)
+    read = -tl.dot(b_dr, tile_h, input_precision="tf32x3") * f
+    tile_d = tl.load(d + (pid * V + e[:, None]) * K + c)
+    b_u = tl.load(u + (pid * V + e[:, None]) * C + rj)
+    write = tl.dot(tl.trans(b_u), tile_d, input_precision="tf32x3") * tl.exp2(total - G)
+    last = tl.sum(tile_h.to(tl.float32) * tile_d.to(tl.float32), 0)[None, :] * tl.exp2(total)
+    kn = tl.load(k + ri * k_t + c, mask=live, other=0.0).to(tl.float32) * rk[:, None]
+    qn = tl.load(q + ri * q_t + c, mask=live, other=0.0).to(tl.float32) * (rq * scale)[:, None]
+    last += tl.sum(kn * write, 0)[None, :]
+    dG = qn * gq + kn * (read - write)
+
+    sq = pid * C * C + ri * C + rj
+    b_A = tl.load(dA + sq)
+    b_B = tl.load(dB + sq)
+    if BOUNDED:
+        D = from_border(G, 8)
+        row, col = tl.exp2(D), tl.exp2(-D)
+        gq, read, write, dG = through_pairs(
+            b_A, b_B, same_block(ri, rj, 16), (kn * row).to(work), (qn * row).to(work), (kn * col).to(work),
+            row, col, gq, read, write, dG,
+        )  # fmt: skip
+    else:
+        own = tl.sum(tl.where(ri == rj, b_A.to(tl.float32), 0.0), 1)[:, None]
+        gq += own * kn
+        write += own * qn
+    for level in tl.static_range(4 if BOUNDED else 0, 6):
+        f = tl.exp2(-tl.abs(from_border(G, 1 << level)))
+        kf = (kn * f).to(work)
+        gq, read, write, dG = through_pairs(
+            b_A, b_B, level_mask(ri, rj, 1 << level), kf, (qn * f).to(work), kf, f, f, gq, read, write, dG
         )
-        dG = qn * gq + kn * (read - write)
-        if BOUNDED:
-            D = from_border(G, 8)
-            row, col = tl.exp2(D), tl.exp2(-D)
-            gq, read, write, dG = through_pairs(
-                dA, dB, same_block(ri, rj, 16), (kn * row).to(work), (qn * row).to(work), (kn * col).to(work),
-                row, col, gq, read, write, dG,
-            )  # fmt: skip
-        else:
-            own = tl.sum(tl.where(ri == rj, dA, 0.0), 1)[:, None]
-            gq += own * kn
-            write += own * qn
-        for level in tl.static_range(4 if BOUNDED else 0, 6):
-            f = tl.exp2(-tl.abs(from_border(G, 1 << level)))
-            kf = (kn * f).to(work)
-            gq, read, write, dG = through_pairs(
-                dA, dB, level_mask(ri, rj, 1 << level), kf, (qn * f).to(work), kf, f, f, gq, read, write, dG
-            )
-        dg = tl.cumsum(dG, 0, reverse=True) + last
-        gk = read + write
-        gq *= scale
-        along_q += tl.sum(gq * qn, 1) / scale
-        along_k += tl.sum(gk * kn, 1)
-        tl.store(dq + out + ri * (HV * K) + c, gq.to(dq.dtype.element_ty), mask=live)
-        tl.store(dk + out + ri * (HV * K) + c, gk.to(dk.dtype.element_ty), mask=live)
-        if FLOORED:
-            s = 1.0 / (1.0 + tl.exp2(-LOG2E * rate * z))
-            # 1 − s through the other exponential: 1.0 − s would lose it where s rounds to 1.
-            dz = dg * lower_bound * (s / (1.0 + tl.exp2(LOG2E * rate * z))) * rate
-            dz = tl.where(live, dz, 0.0)
-            dA_sum += tl.sum(dz * z)
-        else:
-            dz = tl.where(live, -dg * rate / (1.0 + tl.exp2(-LOG2E * z)), 0.0)
-            dA_sum += tl.sum(dg * g) / LOG2E
-        tl.store(dgate + out + ri * (HV * K) + c, dz.to(dgate.dtype.element_ty), mask=live)
-        tl.store(dbias_part + pid * K + block + tl.arange(0, KB), tl.sum(dz, 0))
-    tl.store(dA_part + pid, dA_sum)
-    tl.debug_barrier()
-    unit_gradient(dq + out, q, ri, HV * K, q_t, live, rq, along_q, K, KB)
-    unit_gradient(dk + out, k, ri, HV * K, k_t, live, rk, along_k, K, KB)
+    tl.store(dq + out, (gq * scale).to(dq.dtype.element_ty), mask=live)
+    tl.store(dk + out, (read + write).to(dk.dtype.element_ty), mask=live)
+    dg = tl.cumsum(dG, 0, reverse=True) + last
+    if FLOORED:
+        s = 1.0 / (1.0 + tl.exp2(-LOG2E * rate * z))
+        # 1 − s through the other exponential: 1.0 − s would lose it where s rounds to 1.
+        dz = dg * lower_bound * (s / (1.0 + tl.exp2(LOG2E * rate * z))) * rate
+        dz = tl.where(live, dz, 0.0)
+        dA_sum = tl.sum(dz * z)
+    else:
+        dz = tl.where(live, -dg * rate / (1.0 + tl.exp2(-LOG2E * z)), 0.0)
+        dA_sum = tl.sum(dg * g) / LOG2E
+    tl.store(dgate + out, dz.to(dgate.dtype.element_ty), mask=live)
+    tl.store(dbias_part + pid * K + channel, tl.sum(dz, 0))
+    tl.store(dA_part + pid * (K // KB) + tl.program_id(1), dA_sum)

@@ -57,7 +57,9 @@ def build(
     products = made.asm["ptx"].count("wgmma.mma_async")
     print(f"{name}: registers {found[1]}, stack {found[2]} B, shared {made.metadata.shared} B, wgmma {products}")
     assert made.metadata.shared <= SHARED, f"{name}: {made.metadata.shared} B of shared memory"
-    assert products or "merge" in name or "decode" in name, f"{name}: no warpgroup product"
+    assert products or name.split()[0] in ("merge", "decode", "unit") or "decode" in name, (
+        f"{name}: no warpgroup product"
+    )
 
 
 def prepare() -> None:
@@ -86,16 +88,30 @@ def chain() -> None:
                 2,
             )
     shape = {"HV": 8, "K": 128, "V": 128, "BV": 32, "i_v": 1, "f_v": 1}
-    build("merge", triton_forward.merge_kernel, TYPES, shape, 4, 2)
+    build("merge", triton_forward.merge_kernel, TYPES, shape, 8, 2)
 
 
 def backward() -> None:
     for K, V, BV in ((128, 128, 128), (128, 128, 64), (64, 64, 64)):
         shape = {"HV": 8, "K": K, "V": V, "BV": BV, "STAGES": 2, "i_v": 1, "f_v": 1}
         build(f"reverse K{K} V{V} block {BV}", triton_backward.reverse_kernel, TYPES, shape, BV // 16, 2)
+    build("pairs", triton_backward.pair_kernel, TYPES | {"dA": BF16, "dB": BF16}, {"HV": 8, "V": 128}, 4)
+    build(
+        "unit rows",
+        triton_backward.unit_kernel,
+        {"raw": BF16, "d": BF16},
+        {"HV": 8, "GROUP": 1, "K": 128, "ROWS": 32},
+        4,
+    )
     for K, V, bounded in ((128, 128, True), (64, 64, True), (128, 128, False)):
-        shape = {"HV": 8, "GROUP": 1, "K": K, "V": V, "KB": 16, "BOUNDED": bounded, "FLOORED": bounded}
-        build(f"gradient K{K} V{V} bounded {bounded}", triton_backward.gradient_kernel, TYPES, shape, 4)
+        shape = {"HV": 8, "GROUP": 1, "K": K, "V": V, "KB": 32, "BOUNDED": bounded, "FLOORED": bounded}
+        build(
+            f"gradient K{K} V{V} bounded {bounded}",
+            triton_backward.gradient_kernel,
+            TYPES | {"dA": BF16, "dB": BF16},
+            shape,
+            4,
+        )
 
 
 def decode() -> None:
