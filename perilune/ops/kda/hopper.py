@@ -224,7 +224,8 @@ def backward(
             )  # fmt: skip
         if panel.count:
             pair_kernel[(panel.count * HV,)](
-                beta, chunks, do, dv, u, dA, dB, dbeta, *beta.stride(), *do.stride()[:3], *dv.stride()[:3], T, panel.first,
+                beta, chunks, do, dv, u, dA, dB, dbeta,
+                *beta.stride(), *do.stride()[:3], *dv.stride()[:3], T, panel.first,
                 HV=HV, V=V, num_warps=4,
             )  # fmt: skip
             gradient_kernel[(panel.count * HV, K // CHANNELS)](
