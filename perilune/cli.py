@@ -153,24 +153,28 @@ def report(
 @app.command()
 @_one_sentence
 def params(
-    model: Annotated[str, typer.Argument(help="A preset (tiny, mini, small, kimi_linear, k3) or a directory.")],
+    model: Annotated[str, typer.Argument(help="A preset (tiny, mini, small, kimi_linear, k3), a run or a checkpoint.")],
     context: Annotated[list[int] | None, typer.Option(help="Context lengths for FLOPs per token.")] = None,
 ) -> None:
     """Parameters by part, bytes, decode state and FLOPs, all computed from the config."""
+    from perilune.config import PRESETS
     from perilune.params import show
+    from perilune.stages import find_weights
 
-    show(model, tuple(context or ()))
+    is_place = model not in PRESETS and Path(model).exists()
+    show(str(find_weights(Path(model))) if is_place else model, tuple(context or ()))
 
 
 @app.command()
 @_one_sentence
-def check(path: Annotated[Path, typer.Argument(help="Golden vectors, one family, or a checkpoint directory.")]) -> None:
+def check(path: Annotated[Path, typer.Argument(help="Golden vectors, one family, a run or a checkpoint.")]) -> None:
     """Golden vectors against this build, one line a family; exit code 1 on any failure."""
     from perilune.check import Result
     from perilune.check import check as run_checks
+    from perilune.stages import find_weights
 
     results = []
-    for outcome in run_checks(path):
+    for outcome in run_checks(find_weights(path) if (path / "recipe.json").is_file() else path):
         if isinstance(outcome, Result):
             results.append(outcome)
             verdict = "pass" if outcome.passed else "FAIL"
@@ -181,7 +185,7 @@ def check(path: Annotated[Path, typer.Argument(help="Golden vectors, one family,
         else:
             typer.echo(f"skip  {outcome}")
     failed = [r.family for r in results if not r.passed]
-    words = f"{len(failed)} failed: {', '.join(failed)}" if failed else "all passed"
+    words = f"{len(failed)} failed: {', '.join(failed)}" if failed else "all passed" if results else "nothing to check"
     typer.echo(f"{len(results)} families checked, {words}.")
     if failed or not results:
         raise typer.Exit(1)

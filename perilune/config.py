@@ -145,15 +145,31 @@ class ModelConfig:
         return dataclasses.replace(self, **changes)
 
 
+_POSITIVE = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "kda_num_heads", "kda_head_dim"),
+    *("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "intermediate_size", "moe_layer_freq"),
+    *("rms_norm_eps", "lora_norm_eps", "max_position_embeddings"),
+)
+_COUNTS = ("qk_rope_head_dim", "first_k_dense_replace", "num_experts", "num_shared_experts", "initializer_range")
+
+
 def _checks(c: ModelConfig) -> list[tuple[bool, str]]:
-    grouped = c.num_experts % c.num_expert_group == 0 if c.num_expert_group else False
+    grouped = c.num_experts % c.num_expert_group == 0 if c.num_expert_group > 0 else False
+    reach = c.num_experts // max(1, c.num_expert_group) * c.topk_group
     return [
-        (c.num_hidden_layers > 0, f"num_hidden_layers must be positive, not {c.num_hidden_layers}."),
-        (c.vocab_size > 0, f"vocab_size must be positive, not {c.vocab_size}."),
+        *((getattr(c, name) > 0, f"{name} must be positive, not {getattr(c, name)}.") for name in _POSITIVE),
+        *((getattr(c, name) >= 0, f"{name} must not be negative, but is {getattr(c, name)}.") for name in _COUNTS),
+        (c.short_conv_kernel_size > 1, f"short_conv_kernel_size must be at least 2, not {c.short_conv_kernel_size}."),
+        (c.q_lora_rank is None or c.q_lora_rank > 0, f"q_lora_rank must be positive or absent, not {c.q_lora_rank}."),
+        (
+            c.routed_expert_hidden_size is None or c.routed_expert_hidden_size > 0,
+            f"routed_expert_hidden_size must be positive or absent, not {c.routed_expert_hidden_size}.",
+        ),
         (
             all(0 <= layer < c.num_hidden_layers for layer in c.mla_layers),
             f"mla_layers {c.mla_layers} must lie within 0..{c.num_hidden_layers - 1}.",
         ),
+        (len(set(c.mla_layers)) == len(c.mla_layers), f"mla_layers {c.mla_layers} names a layer twice."),
         (
             c.gate_lower_bound is None or -5.5 <= c.gate_lower_bound < 0,
             f"gate_lower_bound must lie in [-5.5, 0): 16 tokens must stay within fp32, not {c.gate_lower_bound}.",
@@ -167,6 +183,11 @@ def _checks(c: ModelConfig) -> list[tuple[bool, str]]:
         (
             0 < c.topk_group <= c.num_expert_group,
             f"topk_group must lie in 1..{c.num_expert_group}, not {c.topk_group}.",
+        ),
+        (
+            c.num_experts == 0 or c.num_experts_per_token <= reach,
+            f"num_experts_per_token {c.num_experts_per_token} is more than the {reach} experts of topk_group "
+            f"{c.topk_group} groups.",
         ),
         (
             c.attn_res_block_size is None or c.attn_res_block_size > 0,

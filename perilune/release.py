@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.config import ConfigError, ModelConfig, VisionConfig
+from perilune.recipe import RecipeError, build, to_table
 
 # Kept in our files under one key of our own, so that a stage directory reloads.
 _OURS = ("kda_decay", "kda_delta", "kda_output_gate", "attn_res_full", "lora_norm_eps")
@@ -77,6 +78,8 @@ _MXFP4: dict[str, Any] = {
 def from_json(data: dict[str, Any]) -> ModelConfig:
     """ModelConfig from a parsed config.json. Raises ConfigError naming the first key that is missing or wrong."""
     text = data.get("text_config", data)
+    if not isinstance(text, dict):
+        raise ConfigError(f"config.json: text_config must be an object, not {text!r}.")
     for key in _REQUIRED:
         if text.get(key) is None:
             raise ConfigError(f"config.json lacks {key!r}.")
@@ -94,15 +97,33 @@ def from_json(data: dict[str, Any]) -> ModelConfig:
         raise ConfigError("mla_use_nope is false, but this architecture has no rotary embedding.")
     quantised = text.get("quantization_config") or data.get("quantization_config")
     fields["expert_format"] = "mxfp4" if quantised else "bfloat16"
-    if quantised and quantised.get("format") != "mxfp4-pack-quantized":
-        raise ConfigError(f"quantization_config.format {quantised.get('format')!r} is not mxfp4-pack-quantized.")
-    if data.get("vision_config"):
-        fields["vision"] = _vision(data["vision_config"])
-    fields |= text.get("perilune", {})
-    return ModelConfig(**fields)
+    found = quantised.get("format") if isinstance(quantised, dict) else quantised
+    if quantised and found != "mxfp4-pack-quantized":
+        raise ConfigError(f"quantization_config.format {found!r} is not mxfp4-pack-quantized.")
+    fields |= _our_own(text.get("perilune", {}))
+    vision = _vision(data["vision_config"]) if data.get("vision_config") else None
+    try:
+        config = build(ModelConfig, to_table(fields), "config.json: ")  # checks every key's type
+    except RecipeError as error:
+        raise ConfigError(str(error)) from error
+    return config.replace(vision=vision)
 
 
-def _linear_attention(linear: dict[str, Any], layers: int) -> dict[str, Any]:
+def _our_own(keys: dict[str, Any]) -> dict[str, Any]:
+    for key in keys:
+        if key not in _OURS:
+            raise ConfigError(f"config.json: perilune.{key} is unknown; the keys are {', '.join(_OURS)}.")
+    return keys
+
+
+def _linear_attention(linear: Any, layers: Any) -> dict[str, Any]:
+    if not isinstance(linear, dict):
+        raise ConfigError(f"config.json: linear_attn_config must be an object, not {linear!r}.")
+    for key in ("num_heads", "head_dim", "short_conv_kernel_size", "full_attn_layers", "kda_layers"):
+        if key not in linear:
+            raise ConfigError(f"config.json: linear_attn_config lacks {key!r}.")
+    if not isinstance(layers, int):
+        raise ConfigError(f"config.json: num_hidden_layers must be of type int, not {layers!r}.")
     full = tuple(layer - 1 for layer in linear["full_attn_layers"])
     kda = tuple(layer - 1 for layer in linear["kda_layers"])
     if sorted(full + kda) != list(range(layers)):

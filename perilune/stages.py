@@ -29,6 +29,8 @@ from perilune.train.report import report
 
 log = logging.getLogger("perilune")
 
+_NAMED = 5  # skipped files named on the terminal; index.json names more
+
 Stage = Literal["tokenizer", "pretrain", "export"]
 
 
@@ -69,11 +71,23 @@ def model_config(table: Mapping[str, Any]) -> ModelConfig:
     for key in changes:
         if key not in known:
             raise RecipeError(unknown(f"model.{key}", [f"model.{name}" for name in ("preset", "mla_period", *known)]))
+    for key, instead in _ELSEWHERE.items():
+        if key in changes:
+            raise RecipeError(f"model.{key} is not the recipe's to set: {instead}.")
     layers = changes.get("num_hidden_layers", base.num_hidden_layers)
     if "mla_layers" not in changes and (period or layers != base.num_hidden_layers):
         changes["mla_layers"] = three_to_one(layers, period or 4)
     values = {name: to_table(getattr(base, name)) for name in known}
+    # A run trains text in full precision; a released preset's images and packed experts are not in its checkpoints.
+    values |= {"expert_format": "bfloat16", "vision": None}
     return build(ModelConfig, {**values, **changes}, "model.")
+
+
+# Fields of ModelConfig that another part of the recipe decides.
+_ELSEWHERE = {
+    "vocab_size": "it is the tokenizer's, see data.vocab_size",
+    "expert_format": "set export.experts",
+}
 
 
 def run(recipe: Recipe, out: Path, say: Callable[[str], None] = print) -> Path:
@@ -98,6 +112,10 @@ def _tokenizer(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
         f"Data: {data.train.n_bytes / 1e6:.1f} MB in {data.train.n_documents} documents, "
         f"{data.train.n_tokens:,} tokens; {data.held_out.n_documents} documents held out."
     )
+    skipped = data.index["report"]["skipped"]
+    if total := sum(skipped["counts"].values()):
+        named = skipped["first"][:_NAMED]
+        say(f"Skipped {total}: {'; '.join(named)}{'; ...' if total > len(named) else ''}.")
     for source, licence in data.index["report"]["licences"].items():
         say(f"Source {source}: {licence}.")
     return out / "tokenizer"
@@ -106,6 +124,11 @@ def _tokenizer(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
 def _pretrain(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
     data, directory = _data(recipe, out), out / "pretrain"
     config = _for_data(model_config(recipe.model), data)
+    if recipe.train.context > config.max_position_embeddings:
+        raise RecipeError(
+            f"train.context {recipe.train.context} is longer than model.max_position_embeddings "
+            f"{config.max_position_embeddings}."
+        )
     trainer = Trainer(config, recipe.train, data, directory, to_table(recipe))
     trainer.run()
     page = report(directory)

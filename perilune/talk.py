@@ -52,7 +52,7 @@ def talk(where: Path, *, xtml: bool, seed: int | None, **sampling: Any) -> None:
             messages.append({"role": "assistant", "content": _answer(console, model, tokenizer, messages, rule)})
         else:
             for piece in continuation(model, tokenizer, text, rule):
-                console.print(piece, end="", markup=False)
+                console.out(piece, end="", highlight=False)
         console.print()
 
 
@@ -76,8 +76,8 @@ def _show(console: Console, events: list[Any]) -> str:
     seen = ""
     for event in events:
         if isinstance(event, Reasoning):
-            console.print(event.text, end="", markup=False, style="dim")
+            console.out(event.text, end="", highlight=False, style="dim")
         elif isinstance(event, Content):
             seen += event.text
-            console.print(event.text, end="", markup=False)
+            console.out(event.text, end="", highlight=False)
     return seen

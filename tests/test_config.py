@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from perilune.accounting import account, flops_per_token, non_embedding_active
 from perilune.config import PRESETS, ConfigError, ModelConfig, preset, three_to_one
 from perilune.release import from_json, read_config, to_json
+from perilune.stages import model_config
 from perilune.tensors import padded_heads, tensors
 
 
@@ -117,3 +118,17 @@ def test_config_is_frozen() -> None:
     config: ModelConfig = preset("tiny")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.hidden_size = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "kda_num_heads", "kda_head_dim", "num_attention_heads", "moe_layer_freq"]
+)
+def test_sizes_are_positive(key) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must be positive"):
+        preset("tiny").replace(**{key: 0})
+
+
+def test_a_run_trains_text_in_full_precision() -> None:
+    """A released preset's packed experts would cost a checkpoint its precision, its images are not in the model."""
+    config = model_config({"preset": "k3", "num_hidden_layers": 4})
+    assert config.expert_format == "bfloat16" and config.vision is None

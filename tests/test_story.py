@@ -67,6 +67,7 @@ def run(corpus, recipe, tmp_path_factory) -> Path:
     words = perilune("run", recipe, "--out", out, "--set", f'data.sources=["{corpus}"]')
     assert "perilune chat" in words
     assert "'def ' continues" in words
+    assert "Skipped 1: corpus0/broken.txt: not UTF-8." in words
     return out
 
 
@@ -96,8 +97,9 @@ def test_report_params_check(run) -> None:
     assert perilune("report", run).strip().endswith("report.html")
     assert "2,779,931,837,184" in perilune("params", "k3")
     assert "checkpoint bytes" in perilune("params", run / "export" / "weights")
-    words = perilune("check", run / "export" / "weights")
-    assert "all passed" in words
+    assert "checkpoint bytes" in perilune("params", run)
+    for place in (run, run / "export" / "weights"):
+        assert "all passed" in perilune("check", place)
 
 
 def test_export_import_round_trip(run, tmp_path) -> None:
@@ -136,6 +138,18 @@ MISTAKES = [
     (("run", "RECIPE", "--set", "train"), "--set takes key=value"),
     (("run", "RECIPE", "--set", "stages=['pretend']"), "stages[0] must be one of"),
     (("run", "RECIPE", "--set", "model.num_experts_per_token=9"), "num_experts_per_token must lie in 1..4"),
+    (("run", "RECIPE", "--set", "train.lr=nan"), "train.lr must be at least 0 and finite"),
+    (("run", "RECIPE", "--set", "train.micro_tokens=-32"), "train.micro_tokens must be at least 0"),
+    (("run", "RECIPE", "--set", "train.balance_bins=0"), "train.balance_bins must be at least 1"),
+    (("run", "RECIPE", "--set", "train.activations=forget"), 'activations must be "keep"'),
+    (("generate", "RUN", "x", "--temperature", "nan"), "no sampling rule"),
+    (("export", "RUN", "EMPTY/notes.txt"), "is a file"),
+    (("export", "RUN", "EMPTY"), "holds notes.txt, which is no part of a checkpoint"),
+    (("run", "RECIPE", "--set", "model.vocab_size=77"), "model.vocab_size is not the recipe's to set"),
+    (("run", "RECIPE", "--set", "model.expert_format=mxfp4"), "set export.experts"),
+    (("run", "RECIPE", "--set", "model.moe_layer_freq=0"), "moe_layer_freq must be positive"),
+    (("run", "RECIPE", "--set", "model.mla_layers=[0,0]"), "names a layer twice"),
+    (("run", "RECIPE", "--set", "model.num_expert_group=4"), "more than the 1 experts"),
     (("run", "RECIPE", "--set", "data.vocab_size=100"), "vocab_size 100 is too small"),
     (("run", "RECIPE", "--set", "data.sources=['/nowhere']"), "/nowhere"),
     (("run", "RECIPE", "--set", "data.sources=['EMPTY']"), "no .txt, .md, .py"),
@@ -153,8 +167,10 @@ MISTAKES = [
 def test_mistakes_are_one_sentence(run, recipe, tmp_path, args, words) -> None:
     empty = tmp_path / "EMPTY"
     empty.mkdir()
+    if args[0] == "export":
+        (empty / "notes.txt").write_text("dear")
     places = {"RECIPE": recipe, "EMPTY": empty, "RUN": run, "OUT": tmp_path / "OUT"}
-    filled = [str(places.get(a, a)).replace("['EMPTY']", f"['{empty}']") for a in args]
+    filled = [str(places.get(a, a)).replace("EMPTY/", f"{empty}/").replace("['EMPTY']", f"['{empty}']") for a in args]
     if args[0] == "run":
         filled += ["--out", str(tmp_path / "OUT")]
     result = CliRunner().invoke(app, filled)
@@ -163,6 +179,7 @@ def test_mistakes_are_one_sentence(run, recipe, tmp_path, args, words) -> None:
     assert words in sentence.replace(str(empty), "EMPTY") if words == "EMPTY" else words in sentence
     assert sentence.startswith("perilune: ") and sentence.endswith(".")
     assert "Traceback" not in result.output
+    assert args[0] != "export" or (empty / "notes.txt").read_text() == "dear"
 
 
 def test_a_checkpoint_of_another_config_is_named(run, corpus, recipe) -> None:

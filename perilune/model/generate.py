@@ -3,6 +3,7 @@
 Sampling is temperature, then top-k, then top-p, from a generator of its own, so that a seed fixes the text.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class Sampling:
     stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_tokens < 0:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_tokens < 0:
             raise ValueError(f"{self} is no sampling rule: temperature, top_k, max_tokens >= 0 and 0 < top_p <= 1.")
 
 

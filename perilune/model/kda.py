@@ -44,7 +44,7 @@ class KDA(nn.Module):
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None = None, taps: Taps | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         c, tokens = self.config, x.shape[0]
-        state, tail = cache.read_kda(self.layer, layout) if cache else (None, None)
+        state, tail = cache.read_kda(self.layer, layout) if cache is not None else (None, None)
         qkv, z, beta, gate = self._inputs(x)
         weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
         qkv, tail = short_conv(qkv.unsqueeze(0), weight, tail=tail, lengths=layout.lengths)
@@ -66,7 +66,7 @@ class KDA(nn.Module):
             lengths=layout.lengths,
             delta=c.kda_delta,
         )
-        if cache:
+        if cache is not None:
             cache.write_kda(self.layer, layout, state, tail)
         gate = None if gate is None else gate.reshape(o.shape)
         y = gated_rms_norm(o, gate, self.o_norm.weight, c.rms_norm_eps)

@@ -44,7 +44,7 @@ class MLA(nn.Module):
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None = None, taps: Taps | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         q, latents, gate = self._inputs(x)
-        context = cache.extend_mla(self.layer, layout, latents) if cache else None
+        context = cache.extend_mla(self.layer, layout, latents) if cache is not None else None
         if context is None or layout.fresh:
             k, v = self._expand(latents)
             if taps is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 WIDTHS = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
+_OF_A_CHECKPOINT = (".safetensors", ".json", ".model")  # shards, index and config; the tokenizer beside them
 
 
 class CheckpointError(ValueError):
@@ -75,8 +76,13 @@ def _read(path: Path, name: str) -> Tensor:
     return _open(path).get_tensor(name)
 
 
-@lru_cache(maxsize=1)
 def _open(path: Path) -> Any:
+    status = path.stat()
+    return _opened(path, (status.st_ino, status.st_mtime_ns, status.st_size))
+
+
+@lru_cache(maxsize=1)
+def _opened(path: Path, stamp: tuple[int, int, int]) -> Any:  # noqa: ARG001 - a file replaced under its name is another
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -98,9 +104,11 @@ def write_shards(
     """Write a checkpoint directory; returns its total tensor bytes.
 
     Everything goes to `<directory>.partial` first, is synced, and takes its name in one rename, so that a crash or a
-    full disk leaves either the old directory or none.
+    full disk leaves either the old directory or none. An older checkpoint there is replaced; anything else is not:
+    CheckpointError.
     """
     directory = Path(directory)
+    _check_target(directory)
     beside = directory.with_name(directory.name + ".partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -111,6 +119,19 @@ def write_shards(
         raise
     replace_directory(beside, directory)
     return total
+
+
+def _check_target(directory: Path) -> None:
+    """Only a checkpoint may be replaced: a user's folder or file under that name must survive a typing error."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is a file; name a directory to write to.")
+    strange = [p.name for p in sorted(directory.iterdir()) if not (p.is_file() and p.name.endswith(_OF_A_CHECKPOINT))]
+    if strange:
+        raise CheckpointError(
+            f"{directory} holds {strange[0]}, which is no part of a checkpoint; name another directory."
+        )
 
 
 def _write_all(directory: Path, entries: list[Entry], config: dict[str, Any], shard_bytes: int) -> int:

@@ -48,6 +48,8 @@ def load_model(directory: Path, *, dtype: torch.dtype | None = torch.float32, de
     with torch.device("meta"):
         model = K3(config)
     model.to_empty(device=device)
+    if config.tie_word_embeddings:  # to_empty makes one parameter two, and no file fills the second
+        model.lm_head.weight = model.embed_tokens.weight
     load(model, directory)
     if dtype is not None:
         cast(model, dtype)

@@ -1,6 +1,5 @@
 """Looks at a model in training: held-out bits per byte, and what a report draws of its inside."""
 
-import itertools
 from typing import Any
 
 import torch
@@ -52,8 +51,8 @@ def samples(model: K3, data: Prepared, options: TrainConfig) -> list[dict[str, s
     rule = Sampling(temperature=0.8, top_p=0.95, seed=0, max_tokens=options.sample_tokens, stop=(tokenizer.eos,))
     made = []
     for prompt in options.sample_prompts:
-        ids = tokenizer.encode(prompt)
-        text = tokenizer.decode(list(itertools.chain(generate(model, ids, rule))), skip_special=True)
+        ids = tokenizer.encode(prompt) or [tokenizer.eos]  # an empty prompt asks for a document from its start
+        text = tokenizer.decode(list(generate(model, ids, rule)), skip_special=True)
         made.append({"prompt": prompt, "text": text})
     return made
 

@@ -28,7 +28,13 @@ def _cpu_name() -> str:
 def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f'train.device must be "auto", "cpu" or "cuda", not {name!r}.') from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"train.device is {name!r}, but this machine has no CUDA device.")
+    return device
 
 
 def pick_precision(name: str, device: torch.device) -> torch.dtype:

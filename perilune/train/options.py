@@ -1,10 +1,18 @@
 """What the user says about training: one frozen dataclass that the recipe nests as `[train]`."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from perilune.train.activations import activation_policy
+
 _AT_LEAST_ONE = (
     *("steps", "context", "batch_tokens", "logit_every", "eval_every", "inspect_every", "checkpoint_every", "keep"),
+    *("eval_tokens", "balance_bins"),
+)
+_NOT_NEGATIVE = (
+    *("micro_tokens", "lr", "adamw_lr_scale", "weight_decay", "grad_clip", "qk_clip", "mtp_weight", "balance_gamma"),
+    *("peak_flops", "sample_tokens"),
 )
 
 
@@ -65,6 +73,15 @@ class TrainConfig:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} must be at least 1, not {getattr(self, name)}.")
+        for name in _NOT_NEGATIVE:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"train.{name} must be at least 0 and finite, not {getattr(self, name)}.")
+        if not 0 <= self.balance_ema < 1:
+            raise ValueError(f"train.balance_ema must lie in [0, 1), not {self.balance_ema}.")
+        for name in ("warmup_share", "floor_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"train.{name} must lie in [0, 1], not {getattr(self, name)}.")
+        activation_policy(self.activations, 1)  # its word is checked before the data is prepared
         micro = self.micro_tokens or self.batch_tokens
         if micro % self.context or self.batch_tokens % micro:
             raise ValueError(

@@ -13,7 +13,7 @@ from perilune.config import ConfigError, preset
 from perilune.model.net import K3
 from perilune.model.shards import CheckpointError, read_shards, shard_files
 from perilune.model.weights import load_model, save
-from perilune.release import read_config
+from perilune.release import from_json, read_config, to_json
 from perilune.tensors import tensors
 
 
@@ -149,3 +149,40 @@ def test_loading_holds_one_tensor_at_a_time(tmp_path) -> None:
     assert max(held) < sum(held) / 4
     with safe_open(shard_files(tmp_path / "w")[0], "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_a_replaced_checkpoint_is_read_anew(tmp_path) -> None:
+    """Weights re-exported under one name must not be served from a handle on the file that was there before."""
+    model = K3(preset("tiny"))
+    for fill in (1.0, 2.0):
+        torch.nn.init.constant_(model.norm.weight, fill)
+        save(model, tmp_path / "w")
+        assert load_model(tmp_path / "w").norm.weight.unique().tolist() == [fill]
+
+
+BROKEN = {
+    "a missing list": (lambda text: text["linear_attn_config"].pop("full_attn_layers"), "full_attn_layers"),
+    "a string for a number": (lambda text: text.update(num_hidden_layers="5"), "num_hidden_layers"),
+    "an unknown key of ours": (lambda text: text.update(perilune={"kda_dekay": "head"}), "kda_dekay"),
+    "a list for an object": (lambda text: text.update(linear_attn_config=[3]), "linear_attn_config"),
+    "an activation nobody knows": (lambda text: text.update(hidden_act="gelu"), "hidden_act"),
+    "a word for the quantisation": (lambda text: text.update(quantization_config="fp8"), "quantization_config"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_config_names_its_key(name: str) -> None:
+    raw = to_json(preset("tiny"))
+    spoil, key = BROKEN[name]
+    spoil(raw["text_config"])
+    with pytest.raises(ConfigError, match=key):
+        from_json(raw)
+
+
+def test_a_tied_head_is_the_embedding_after_loading(tmp_path) -> None:
+    model = K3(preset("tiny").replace(tie_word_embeddings=True))
+    model.reset_parameters()
+    save(model, tmp_path, dtype="F32")
+    loaded = load_model(tmp_path)
+    assert loaded.lm_head.weight is loaded.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, model.embed_tokens.weight)
