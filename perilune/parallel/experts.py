@@ -62,9 +62,9 @@ class _Mlp(torch.autograd.Function):
         dy = dy.to(rows.dtype).contiguous()  # grouped products refuse expanded cotangents
         gate, up = h.chunk(2, -1)
         da = product(dy, down, lent_down, ends)
-        a = ctx.act.forward(gate, up)
-        wide, per_row = da.to(a.dtype), weight.unsqueeze(-1).to(a.dtype)
-        dgate, dup = ctx.act.backward(gate, up, wide * per_row)
+        wide = da.to(torch.promote_types(da.dtype, torch.float32))
+        per_row = weight.unsqueeze(-1).to(wide.dtype)
+        a, dgate, dup = ctx.act.gradients(gate, up, wide * per_row)
         dweight = torch.linalg.vecdot(a, wide).to(weight.dtype)
         ddown = weight_gradients(dy, a.mul_(per_row).to(rows.dtype), dlent_down, ends, local)
         dh = torch.cat([dgate, dup], -1).to(rows.dtype)
