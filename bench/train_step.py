@@ -63,7 +63,8 @@ def main() -> None:
         for b in batches:
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 loss = batch_loss(model, b, dtype)
-                (loss.next_token / (args.tokens * args.micro)).backward()
+                total = loss.next_token + 0.3 * loss.mtp
+            (total / (args.tokens * args.micro)).backward()
         optimizer.step(1e-4)
         optimizer.zero_grad()
 

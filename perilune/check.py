@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from perilune.chat import ChatError, parse, read_request, render
 from perilune.model.cache import Dense
 from perilune.model.layout import Layout
 from perilune.model.net import K3
@@ -267,6 +268,33 @@ def _logits(logits: Tensor | None) -> Tensor:
     return logits
 
 
+def check_xtml(path: Path, tally: Tally) -> None:
+    """Requests rendered to text and ids, refusals, completions parsed. Needs the tokenizer family beside it."""
+    tokenizer = Tokenizer.load(path.parent / "tokenizer")
+    for name, case in json.loads((path / "render.json").read_text()).items():
+        if name.startswith("error_"):
+            tally.equal(_refused(case), name)
+            continue
+        prompt = render(read_request(case["request"]), case.get("image_prompts"))
+        ids = prompt.ids(tokenizer)
+        tally.equal(prompt.text == case["text"], f"{name} text")
+        tally.equal(ids == case["ids"] if "ids" in case else len(ids) == case["n_ids"], f"{name} ids")
+    for name, case in json.loads((path / "parse.json").read_text())["cases"].items():
+        channel = None if case["start_channel"] == "none" else case["start_channel"]
+        reply = parse(tokenizer.encode(case["completion"], allow_special=True), tokenizer, channel)
+        calls = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in reply.tool_calls]
+        same = (reply.reasoning, reply.content, calls) == (case["reasoning"], case["content"], case["tool_calls"])
+        tally.equal(same, f"parse {name}")
+
+
+def _refused(case: dict[str, Any]) -> bool:
+    try:
+        render(read_request(case["request"]), case.get("image_prompts"))
+    except ChatError:
+        return True
+    return False
+
+
 FAMILIES: dict[str, Callable[[Path, Tally], None]] = {
     "kda-ops": check_kda,
     "attnres": check_attnres,
@@ -274,6 +302,7 @@ FAMILIES: dict[str, Callable[[Path, Tally], None]] = {
     "situ": check_situ,
     "mxfp4": check_mxfp4,
     "tokenizer": check_tokenizer,
+    "xtml": check_xtml,
     "tiny-text": check_text,
     "tiny-text-mxfp4": check_text,
     "tiny-kimi-linear": check_text,

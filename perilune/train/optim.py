@@ -159,6 +159,8 @@ class _Stack:
         G, X, Y = (buffer[:size].view(self.N, self.r, self.c) for buffer in (scratch.G, scratch.X, scratch.Y))
         A, B = (buffer[:gram].view(self.N, self.r, self.r) for buffer in (scratch.A, scratch.B))
         alive = [i for i, p in enumerate(self.plans) if p.param.grad is not None]
+        if not alive:  # a part of the model that took no part in this loss
+            return
         if len(alive) < len(self.plans):
             G.zero_()
         slots = self.views(G)

@@ -340,3 +340,15 @@ def test_qk_clip_finds_the_weights_of_each_layer_by_name() -> None:
     torch.testing.assert_close(q[:6], old[:6] * 0.5)
     torch.testing.assert_close(q[6:8], old[6:8] * 0.25)
     assert torch.equal(q[8:], old[8:])
+
+
+def test_parameters_without_a_gradient_stay_as_they_are() -> None:
+    """A layer that a loss does not reach, alone in its stack and beside others."""
+    torch.manual_seed(0)
+    named = {f"layers.{i}.mlp.up_proj.weight": torch.nn.Parameter(torch.randn(4, 6 + i)) for i in range(2)}
+    optimizer = Optimizer(plan(named.items(), SimpleNamespace(kda_num_heads=1, num_attention_heads=1)))
+    before = {name: p.detach().clone() for name, p in named.items()}
+    named["layers.0.mlp.up_proj.weight"].grad = torch.randn(4, 6)
+    optimizer.step(0.1)
+    assert not torch.equal(named["layers.0.mlp.up_proj.weight"], before["layers.0.mlp.up_proj.weight"])
+    assert torch.equal(named["layers.1.mlp.up_proj.weight"], before["layers.1.mlp.up_proj.weight"])
