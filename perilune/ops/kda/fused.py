@@ -21,7 +21,7 @@ def _problem(
     places = tuple((int(n), int(at)) for n, at in zip(exports[::2], exports[1::2]))
     return Problem(
         tuple(int(n) for n in lengths), places, scale, lower_bound,
-        int(v.shape[1]), v.shape[2], q.shape[2], q.shape[3], v.shape[3],
+        *(int(n) for n in (v.shape[1], v.shape[2], q.shape[2], q.shape[3], v.shape[3])),
     )  # fmt: skip
 
 

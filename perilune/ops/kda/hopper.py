@@ -193,6 +193,7 @@ def backward(
     chunks, panels = tables(problem, state is not None, v.device)
     B, T, HV, K, V = v.shape[0], problem.tokens, problem.heads, problem.key, problem.value
     do = rowwise(do)
+    dexports = None if dexports is None else dexports.contiguous()
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     wide = torch.float32 if problem.key_heads < HV else q.dtype
     dq, dk = (torch.empty(B, T, HV, K, dtype=wide, device=v.device) for _ in range(2))

@@ -58,6 +58,24 @@ def batch() -> float:
     return worst(case([40, 40], heads=1, batch=2))
 
 
+def operator() -> float:
+    """The registered operator: schema, fake tensors, autograd, and the same gradients through `torch.compile`."""
+    from perilune.ops.kda.fused import _kda
+
+    it = case([20, 0, 70], heads=1, exports=[(2, 16)])
+    arguments = (*it.leaves, it.lengths, [2, 16], 64**-0.5, -5.0)
+    torch.library.opcheck(_kda, arguments)
+
+    def loss(*leaves: torch.Tensor) -> torch.Tensor:
+        o, final, exports, _ = _kda(*leaves, *arguments[8:])
+        return o.square().sum() + final.sum() + exports.square().sum()
+
+    plain = torch.autograd.grad(loss(*it.leaves), it.leaves)
+    traced = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    compiled = torch.autograd.grad(traced(*it.leaves), it.leaves)
+    return max(error(a, b) for a, b in zip(compiled, plain))
+
+
 def steps() -> float:
     """Windows of one and of four tokens, replaying what was accepted, against the equations."""
     return max(_steps(1, -5.0, True), _steps(1, None, False), _steps(4, -5.0, False))
