@@ -7,6 +7,7 @@ A checkpoint directory holds config.json, `model-00001-of-0000N.safetensors` and
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ def _write_all(directory: Path, entries: list[Entry], config: dict[str, Any], sh
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({e.name: e.make().contiguous() for e in shard}, directory / name, metadata={"format": "pt"})
+        _save({e.name: e.make().contiguous() for e in shard}, directory / name)
         sync(directory / name)
         weight_map |= {e.name: name for e in shard}
     total = sum(e.nbytes for e in entries)
@@ -147,6 +148,16 @@ def _write_all(directory: Path, entries: list[Entry], config: dict[str, Any], sh
     write_json(directory / "config.json", config)
     sync(directory)
     return total
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # carries the system's number in its text only
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _plan(entries: list[Entry], shard_bytes: int) -> list[list[Entry]]:

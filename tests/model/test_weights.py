@@ -1,12 +1,13 @@
 """Released layout both ways: bit-exact, streamed, and every misfit named."""
 
+import errno
 import json
 import shutil
 
 import pytest
 import torch
 from golden import golden
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from perilune.config import ConfigError, preset
@@ -186,3 +187,15 @@ def test_a_tied_head_is_the_embedding_after_loading(tmp_path) -> None:
     loaded = load_model(tmp_path)
     assert loaded.lm_head.weight is loaded.embed_tokens.weight
     assert torch.equal(loaded.lm_head.weight, model.embed_tokens.weight)
+
+
+def test_a_full_disk_is_the_system_error_it_was(tmp_path, monkeypatch) -> None:
+    """safetensors hides the number in its text; the command line tells a full disk by it."""
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("perilune.model.shards.save_file", full)
+    with pytest.raises(OSError, match=r"w\.partial") as caught:
+        save(K3(preset("tiny")), tmp_path / "w")
+    assert caught.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
