@@ -75,8 +75,8 @@ def _pieces(ends: list[int], a: int, b: int) -> tuple[list[int], int]:
     """Lengths of the documents within tokens a..b, and how many tokens of the first lie before a."""
     starts = [0, *ends[:-1]]
     inside = [(s, e) for s, e in zip(starts, ends) if s < b and e > a]
-    if not inside:  # no tokens: between the documents, or within one
-        return [0], next((a - s for s, e in zip(starts, ends) if s < a < e), 0)
+    if not inside:  # fewer tokens than ranks: the last ones hold none
+        return [0], 0
     return [min(e, b) - max(s, a) for s, e in inside], max(a - inside[0][0], 0)
 
 
