@@ -222,3 +222,11 @@ def export(
         raise ValueError("--dtype is BF16 or F32, --experts is bfloat16 or mxfp4.")
     total = convert(find_weights(where), out, dtype=dtype, experts=experts, shard_bytes=int(shard_gb * 1e9))  # type: ignore[arg-type]
     typer.echo(f"Exported {total:,} bytes to {out}.")
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def sandbox(context: typer.Context) -> None:
+    """MicroVMs: create, exec, pause, fork, snapshot, build, serve, doctor."""
+    from perilune.sandbox.cli import app as inner
+
+    inner(args=context.args, prog_name="perilune sandbox")

@@ -62,6 +62,7 @@ class Record:
     folder: str = ""  # of the machine, in run/
     base: str = ""  # memory base it runs on
     top: str = ""  # disk layer it writes to
+    slot: int = -1  # network namespace
     pid: int = 0
     pid_started: int = 0
     owner: int = 0  # process that drives it

@@ -7,7 +7,6 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from perilune.sandbox.catalogue import Record
 from perilune.sandbox.errors import SandboxError, SnapshotCorrupt
 from perilune.sandbox.files import remove
 from perilune.sandbox.limits import Group
+from perilune.sandbox.network import PLAN, Slot, acquire, wanted
 from perilune.sandbox.snapshot import Defaults, Snapshot, Store
 from perilune.sandbox.vmm.driver import Plan, Platform, Shape
 from perilune.sandbox.vmm.qemu import Qemu, QemuMachine
@@ -35,7 +35,20 @@ class Live:
     top: Path
     group: Group
     lock: threading.RLock = field(default_factory=threading.RLock)
-    plugs: list[Callable[[], None]] = field(default_factory=list)  # undone when the machine goes (network)
+    slot: Slot | None = None
+
+    def plug(self, home: Path) -> str:
+        """Give the guest the network that its record asks for; returns its address plan, empty for none."""
+        if not wanted(self.record.network):
+            return ""
+        slot = acquire(str(home), self.record.network)
+        self.slot, self.record.slot = slot, slot.index
+        tap = slot.open()
+        try:
+            self.machine.attach_network(tap)
+        finally:
+            os.close(tap)
+        return PLAN
 
     def identify(self, network: str = "") -> None:
         """Tell the guest who and when it is; a fork gets entropy and a name that its siblings do not have."""
@@ -51,10 +64,9 @@ class Live:
 
     def unplug(self) -> None:
         """Network, cgroup and the machine's folder."""
-        for plug in self.plugs:
-            with contextlib.suppress(OSError, SandboxError):
-                plug()
-        self.plugs.clear()
+        if self.slot:
+            self.slot.close()
+            self.slot, self.record.slot = None, -1
         self.group.remove()
         remove(self.machine.agent_socket.parent)
 
@@ -120,13 +132,11 @@ class Launcher:
             spare.discard()
             raise
 
-    def wake(
-        self, spare: Spare, record: Record, agent: Agent | None, network: str, plug: Callable[[Live], None]
-    ) -> Live:
+    def wake(self, spare: Spare, record: Record, agent: Agent | None) -> Live:
         """Let a loaded guest run as `record`; streams of a kept `agent` go on."""
         live = self._live(spare, record, agent)
         try:
-            plug(live)
+            network = live.plug(self.store.home)
             live.agent.attach(spare.machine.agent_socket, spare.machine.pid)
             live.agent.start()
             spare.machine.run()
@@ -139,7 +149,7 @@ class Launcher:
             remove(live.top)
             raise
 
-    def boot(self, top: Path, record: Record, network: str, plug: Callable[[Live], None]) -> Live:
+    def boot(self, top: Path, record: Record) -> Live:
         """Start the guest's kernel on a disk; `top` is this sandbox's own layer."""
         base = self.store.memory / f"zero-{record.shape.memory_mb}.base"
         memory.empty(base, record.shape.memory_mb << 20)
@@ -148,7 +158,7 @@ class Launcher:
         live = self._live(spare, record, None)
         try:
             spare.machine.attach_disk(top)
-            plug(live)
+            network = live.plug(self.store.home)
             live.agent.attach(spare.machine.agent_socket, spare.machine.pid)
             spare.machine.run()
             live.agent.hello()
@@ -260,6 +270,9 @@ class Launcher:
         agent.attach(machine.agent_socket, machine.pid)
         if machine.state == "stopped":
             machine.run()
+        if record.slot >= 0:
+            live.slot = Slot(record.slot, str(self.store.home), record.network)
+            live.slot.serve()
         agent.hello(10.0)
         live.identify()
         agent.inventory()

@@ -24,9 +24,12 @@ from perilune.sandbox.errors import (
     SandboxError,
     SnapshotCorrupt,
 )
-from perilune.sandbox.files import remove, sha256
+from perilune.sandbox.files import remove, sha256, temporary
 from perilune.sandbox.guard import Guard
 from perilune.sandbox.live import Launcher, Live
+from perilune.sandbox.network import check as check_network
+from perilune.sandbox.network import namespaces, prefix
+from perilune.sandbox.network import remove as remove_namespace
 from perilune.sandbox.pool import Pool
 from perilune.sandbox.snapshot import Defaults, Snapshot, Store
 from perilune.sandbox.vmm import qemu
@@ -157,6 +160,7 @@ class Runtime:
     def _new_record(self, request: Request, snapshot: Snapshot) -> Record:
         if request.on_timeout not in ("pause", "kill") or request.pause_mode not in ("full", "disk"):
             raise InvalidRequest("on_timeout must be pause or kill, pause_mode full or disk")
+        check_network(request.network)
         end = None if request.timeout is None else time.time() + request.timeout
         return Record(
             new_id(), request.template, shape=snapshot.shape, rates=request.rates, processes=request.processes, end=end,
@@ -195,14 +199,9 @@ class Runtime:
         return live
 
     def _restore(self, snapshot: Snapshot, record: Record, agent: Agent | None) -> Live:
-        network, plug = self._network(record)
         if snapshot.mode == "disk":
-            return self.launcher.boot(self.launcher.overlay(self.store.layers / snapshot.top), record, network, plug)
-        return self.launcher.wake(self.pool.take(snapshot), record, agent, network, plug)
-
-    def _network(self, _record: Record) -> tuple[str, Callable[[Live], None]]:
-        """The guest's address plan, and what connects its card."""
-        return "", lambda _live: None
+            return self.launcher.boot(self.launcher.overlay(self.store.layers / snapshot.top), record)
+        return self.launcher.wake(self.pool.take(snapshot), record, agent)
 
     def _running(self, live: Live) -> None:
         record = live.record
@@ -250,8 +249,8 @@ class Runtime:
     def _defaults(self, record: Record) -> Defaults:
         return Defaults(record.user, record.workdir, dict(record.env))
 
-    def resume(self, identity: str, timeout: float | None = 300.0, recover: bool = False) -> Live:
-        """Paused (or, with `recover`, lost: from its last pause) to running."""
+    def resume(self, identity: str, timeout: float | None = 300.0, recover: bool = False, reboot: bool = False) -> Live:
+        """Paused (or, with `recover`, lost: from its last pause) to running. `reboot` starts from the disk alone."""
         with self._lock(identity):
             record = self.record(identity)
             allowed = (Phase.PAUSED, Phase.LOST) if recover else (Phase.PAUSED,)
@@ -264,6 +263,10 @@ class Runtime:
             self.store.check(snapshot, self.platform)
             before, record.phase = record.phase, Phase.RESUMING
             agent = self._agents.pop(identity, None) if before is Phase.PAUSED else None
+            if reboot:
+                snapshot = replace(snapshot, mode="disk")
+                if agent:
+                    agent.close(Conflict("the sandbox was rebooted; its processes are gone"))
             try:
                 live = self._restore(snapshot, record, agent)
             except BaseException:
@@ -273,16 +276,29 @@ class Runtime:
             self._running(live)
             return live
 
-    def connect(self, identity: str, timeout: float | None = 300.0) -> tuple[Record, bool]:
+    def connect(self, identity: str, timeout: float | None = 300.0, reboot: bool = False) -> tuple[Record, bool]:
         """Running with at least `timeout` seconds left; (record, whether it had to be resumed)."""
         with self._lock(identity):
             record = self.record(identity)
             if record.phase is Phase.PAUSED:
-                return self.resume(identity, timeout).record, True
+                return self.resume(identity, timeout, reboot=reboot).record, True
             live = self.live(identity)
             if timeout is None or (live.record.end is not None and live.record.end < time.time() + timeout):
                 self.set_timeout(identity, timeout)
             return live.record, False
+
+    def set_network(self, identity: str, network: Network) -> None:
+        """Replace what the sandbox may reach; at once when it runs."""
+        with self._lock(identity):
+            check_network(network)
+            record = self.record(identity)
+            live = self.lives.get(identity)
+            record.network = network
+            if live and live.slot:
+                live.slot.apply(network)
+            elif live:
+                live.identify(live.plug(self.home))
+            self.catalogue.put(record)
 
     def set_timeout(self, identity: str, timeout: float | None) -> None:
         """Seconds from now; None for ever."""
@@ -341,7 +357,7 @@ class Runtime:
         self.catalogue.put(live.record)
         return snapshot
 
-    def snapshot(self, identity: str, name: str | None = None, mode: str = "full") -> Snapshot:
+    def snapshot(self, identity: str, name: str | None = None, mode: str = "full", kind: str = "snapshot") -> Snapshot:
         """A snapshot that stays until it is deleted; from running (which goes on) or paused."""
         if mode not in ("full", "disk"):
             raise InvalidRequest(f"snapshot mode {mode!r} is neither full nor disk")
@@ -353,7 +369,7 @@ class Runtime:
                 made = self._copy_pause(record, fresh)
             else:
                 made = self._capture(identity, mode, fresh)
-            self.catalogue.keep(made.id, "snapshot", identity, [name] if name else [])
+            self.catalogue.keep(made.id, kind, identity, [name] if name else [])
         self._later(lambda: self._settle(made.id, ""))
         return made
 
@@ -515,6 +531,9 @@ class Runtime:
         for folder in self.store.run.iterdir():
             if folder.name not in folders and _older(folder, time.time() - 60):
                 _end_machine(folder)
+        used = {f"{prefix(str(self.home))}{r.slot}" for r in self.records() if r.phase is Phase.RUNNING}
+        for namespace in set(namespaces(prefix(str(self.home)))) - used:
+            remove_namespace(namespace)
 
     def _adopt(self, record: Record) -> Live:
         if _alive(record.owner, record.owner_started) and record.owner != os.getpid():
@@ -564,34 +583,46 @@ class Runtime:
         for identity, kind, _, created in self.catalogue.kept():
             yield identity, kind, self.catalogue.names(identity), created
 
-    def add_template(
-        self, root: Path, names: list[str], shape: Shape | None = None, defaults: Defaults | None = None,
-        prepare: Callable[[Live], None] = lambda _: None,
-    ) -> Snapshot:  # fmt: skip
-        """Boot a raw ext4 image once and keep the guest that came up, under `names`. `prepare` may change it first."""
+    def boot_image(self, root: Path, name: str, shape: Shape | None = None, defaults: Defaults | None = None) -> Record:
+        """A sandbox that boots a raw ext4 image."""
         shape, defaults = shape or Shape(), defaults or Defaults()
         self.guard.admit(self.home, len(self.lives) + self._starting)
         base = self.store.layers / f"{sha256(root)[:32]}.raw"
         if not base.exists():
-            os.link(root, base)
+            with temporary(base) as temp:
+                os.link(root, temp)
         shape = replace(shape, disk_mb=base.stat().st_size >> 20)
-        record = Record(new_id(), names[0] if names else "", shape=shape, env=dict(defaults.env))
+        record = Record(new_id(), name, shape=shape, env=dict(defaults.env))
+        record.user, record.workdir = defaults.user, defaults.workdir
         self.catalogue.put(record)
-        top = self.launcher.overlay(base)
         try:
-            live = self.launcher.boot(top, record, "", lambda _live: None)
-            self._running(live)
-            try:
-                prepare(live)
-                made = self.launcher.make_template(live, f"t{secrets.token_hex(8)}", defaults)
-            finally:
-                self.lives.pop(record.id, None)
-                live.end()
-        finally:
+            self._running(self.launcher.boot(self.launcher.overlay(base), record))
+        except BaseException:
             self.catalogue.drop(record.id)
-        self.store.make_durable(made)
-        self.catalogue.keep(made.id, "template", "", names)
+            raise
+        return record
+
+    def publish(self, identity: str, names: list[str], start: str = "") -> Snapshot:
+        """End a sandbox and keep it as a template under `names`; its memory becomes a base that all copies share."""
+        with self._lock(identity):
+            live = self._awake(identity)
+            defaults = replace(self._defaults(live.record), start=start)
+            made = self.launcher.make_template(live, f"t{secrets.token_hex(8)}", defaults)
+            self.store.make_durable(made)
+            self.catalogue.keep(made.id, "template", "", names)
+            self.kill(identity)
         return made
+
+    def add_template(
+        self, root: Path, names: list[str], shape: Shape | None = None, defaults: Defaults | None = None
+    ) -> Snapshot:
+        """Boot a raw ext4 image once and keep the guest that came up."""
+        record = self.boot_image(root, names[0] if names else "", shape, defaults)
+        try:
+            return self.publish(record.id, names)
+        except BaseException:
+            self.kill(record.id)
+            raise
 
 
 def _alive(pid: int, started: int) -> bool:

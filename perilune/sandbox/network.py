@@ -1,0 +1,286 @@
+"""A network for one guest: a namespace of its own with a tap, rules, a name server and, for domains, a filtering proxy.
+
+Every guest has the same address in its own namespace, so a fork needs no new one. What leaves the namespace is
+decided by nftables: allowed ranges first, then denied ones, then every private range, then the internet if the
+sandbox has it. Domains are decided by the name a connection wants (TLS server name, HTTP host); the host resolves it,
+never into a private range.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import ipaddress
+import os
+import socket
+import struct
+import subprocess
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from perilune.sandbox.catalogue import Network
+from perilune.sandbox.egress import NameServer, Splicer
+from perilune.sandbox.errors import InvalidRequest, OutOfCapacity, SandboxError, SetupMissing
+
+T = TypeVar("T")
+GUEST, GATEWAY = "169.254.77.2", "169.254.77.1"
+PLAN = f"{GUEST}/30 {GATEWAY} {GATEWAY}"
+PRIVATE = (
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+    "192.168.0.0/16", "198.18.0.0/15", "224.0.0.0/4", "240.0.0.0/4",
+)  # fmt: skip
+_UPLINK = ipaddress.ip_network("10.213.0.0/16")  # between namespaces and host; /30 each
+_HTTP, _TLS = 18080, 18443
+_libc = ctypes.CDLL(None, use_errno=True)
+_most = _UPLINK.num_addresses // 4
+_slots = threading.Lock()
+
+
+def split(entries: list[str]) -> tuple[list[str], list[str]]:
+    """(CIDRs, domains); InvalidRequest for what is neither."""
+    ranges, domains = [], []
+    for entry in entries:
+        try:
+            ranges.append(str(ipaddress.IPv4Network(entry, strict=False)))
+        except ValueError:
+            name = entry.removeprefix("*.")
+            if not name or not all(part and part.replace("-", "").isalnum() for part in name.split(".")):
+                raise InvalidRequest(f"{entry!r} is neither an IPv4 range nor a domain") from None
+            domains.append(entry.lower())
+    return ranges, domains
+
+
+def check(network: Network) -> None:
+    """InvalidRequest when a list is malformed; domains may only be allowed."""
+    split(network.allow)
+    domains = split(network.deny)[1]
+    if domains:
+        raise InvalidRequest(f"domains cannot be denied, only ranges: {domains[0]!r}")
+
+
+def wanted(network: Network) -> bool:
+    """Whether a sandbox needs a network at all."""
+    return network.internet or bool(network.allow)
+
+
+def _do(*command: str, text: str = "") -> None:
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise SetupMissing(f"{command[0]} is not installed: apt-get install iproute2 nftables") from None
+    if done.returncode:
+        raise SandboxError(f"{' '.join(command[:4])} failed: {done.stderr.strip()}")
+
+
+def rules(network: Network) -> str:
+    """The namespace's nftables ruleset."""
+    allow, domains = split(network.allow)
+    deny, _ = split(network.deny)
+    accept = f"ip daddr {{ {', '.join(allow)} }} accept" if allow else ""
+    drop = f"ip daddr {{ {', '.join(deny)} }} drop" if deny else ""
+    aside = f"ip daddr != {{ {', '.join(allow)} }}" if allow else ""
+    divert = ""
+    if domains:
+        divert = (
+            f'iifname "tap0" {aside} tcp dport 80 redirect to :{_HTTP}\n'
+            f'iifname "tap0" {aside} tcp dport 443 redirect to :{_TLS}'
+        )
+    return f"""
+flush ruleset
+table ip perilune {{
+  chain forward {{
+    type filter hook forward priority 0; policy drop;
+    ct state established,related accept
+    {accept}
+    {drop}
+    ip daddr {{ {", ".join(PRIVATE)} }} drop
+    {'iifname "tap0" oifname "wan0" accept' if network.internet else ""}
+  }}
+  chain input {{
+    type filter hook input priority 0; policy drop;
+    ct state established,related accept
+    iifname "tap0" ip daddr {GATEWAY} udp dport 53 accept
+    iifname "tap0" tcp dport {{ {_HTTP}, {_TLS} }} {"accept" if domains else "drop"}
+  }}
+  chain before {{
+    type nat hook prerouting priority -100;
+    {divert}
+  }}
+  chain after {{
+    type nat hook postrouting priority 100;
+    oifname "wan0" masquerade
+  }}
+}}
+"""
+
+
+_HOST_RULES = f"""
+table ip perilune_host
+delete table ip perilune_host
+table ip perilune_host {{
+  chain input {{
+    type filter hook input priority -10; policy accept;
+    iifname "pl*" ct state established,related accept
+    iifname "pl*" drop
+  }}
+  chain forward {{
+    type filter hook forward priority -10; policy accept;
+    iifname "pl*" oifname "pl*" drop
+  }}
+  chain after {{
+    type nat hook postrouting priority 100; policy accept;
+    ip saddr {_UPLINK} oifname != "pl*" masquerade
+  }}
+}}
+"""
+
+
+def within(namespace: str, work: Callable[[], T]) -> T:
+    """Run `work` on a thread that lives in another network namespace; what it opens stays there."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+            try:
+                if _libc.setns(fd, 0x40000000):
+                    raise OSError(ctypes.get_errno(), "setns")
+            finally:
+                os.close(fd)
+            found.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def _tap() -> int:
+    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+    fcntl.ioctl(fd, 0x400454CA, struct.pack("16sH22x", b"tap0", 0x0002 | 0x1000))  # TUNSETIFF: a tap, bare frames
+    return fd
+
+
+def _forwarding() -> None:
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+
+
+@dataclass
+class Slot:
+    """One namespace. `home` distinguishes the namespaces of several runtimes on a host."""
+
+    index: int
+    home: str
+    network: Network
+    _helpers: list[Splicer | NameServer] = field(default_factory=list)
+
+    @property
+    def namespace(self) -> str:
+        """Its name."""
+        return f"{prefix(self.home)}{self.index}"
+
+    def open(self) -> int:
+        """Build it; returns the tap's descriptor."""
+        base = int(_UPLINK.network_address) + 4 * self.index
+        host, inner = ipaddress.ip_address(base + 1), ipaddress.ip_address(base + 2)
+        name, link = self.namespace, f"pl{self.index}"
+        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+        _do("nft", "-f", "-", text=_HOST_RULES)
+        _do("ip", "-batch", "-", text=f"""link add {link} type veth peer name wan0 netns {name}
+addr add {host}/30 dev {link}
+link set {link} up
+""")  # fmt: skip
+        tap = within(name, _tap)
+        within(name, _forwarding)
+        _do("ip", "-n", name, "-batch", "-", text=f"""addr add {inner}/30 dev wan0
+link set wan0 up
+link set lo up
+addr add {GATEWAY}/30 dev tap0
+link set tap0 up
+route add default via {host}
+""")  # fmt: skip
+        self.serve()
+        return tap
+
+    def serve(self) -> None:
+        """Rules, name server and proxy."""
+        self.apply(self.network)
+        self._helpers.append(NameServer(within(self.namespace, lambda: _listen(socket.SOCK_DGRAM, 53))))
+        for port, secure in ((_HTTP, False), (_TLS, True)):
+            listener = within(self.namespace, partial(_listen, socket.SOCK_STREAM, port))
+            self._helpers.append(Splicer(listener, secure, self.permits))
+
+    def apply(self, network: Network) -> None:
+        """Replace the rules at once."""
+        self.network = network
+        _do("ip", "netns", "exec", self.namespace, "nft", "-f", "-", text=rules(network))
+
+    def permits(self, name: str, address: str) -> str | None:
+        """Where a connection that wants `name` (and went to `address`) may go: a name to resolve, an address, None."""
+        for domain in split(self.network.allow)[1]:
+            if name == domain or (domain.startswith("*.") and name.endswith(domain[1:])):
+                return name
+        denied = any(ipaddress.ip_address(address) in ipaddress.ip_network(r) for r in split(self.network.deny)[0])
+        return address if self.network.internet and not denied and public(address) else None
+
+    def close(self) -> None:
+        """Remove everything."""
+        for helper in self._helpers:
+            helper.close()
+        remove(self.namespace)
+
+
+def _listen(kind: socket.SocketKind, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((GATEWAY if kind == socket.SOCK_DGRAM else "0.0.0.0", port))
+    if kind == socket.SOCK_STREAM:
+        listener.listen(64)
+    return listener
+
+
+def public(address: str) -> bool:
+    """Not in any private range."""
+    found = ipaddress.ip_address(address)
+    return found.version == 4 and not any(found in ipaddress.ip_network(r) for r in PRIVATE)
+
+
+def prefix(home: str) -> str:
+    """Of this home's namespaces."""
+    return f"pl-{hashlib.sha256(home.encode()).hexdigest()[:6]}-"
+
+
+def acquire(home: str, network: Network) -> Slot:
+    """A free slot; its namespace exists but is empty. OutOfCapacity when there are too many."""
+    with _slots:
+        used = {name.rsplit("-", 1)[-1] for name in namespaces("pl-")}
+        for index in range(1, _most):
+            if str(index) not in used:
+                slot = Slot(index, home, network)
+                _do("ip", "netns", "add", slot.namespace)
+                return slot
+    raise OutOfCapacity(f"all {_most} network namespaces are in use")
+
+
+def namespaces(start: str) -> list[str]:
+    """Existing ones by prefix."""
+    with contextlib.suppress(OSError):
+        return [path.name for path in Path("/run/netns").iterdir() if path.name.startswith(start)]
+    return []
+
+
+def remove(namespace: str) -> None:
+    """With its links (the host's end of the pair goes with it)."""
+    with contextlib.suppress(SandboxError):
+        _do("ip", "link", "del", f"pl{namespace.rsplit('-', 1)[-1]}")
+    with contextlib.suppress(SandboxError):
+        _do("ip", "netns", "del", namespace)
