@@ -15,11 +15,12 @@ from perilune.sandbox.agent import wire
 from perilune.sandbox.agent.client import Agent
 from perilune.sandbox.agent.wire import Op
 from perilune.sandbox.catalogue import Record
-from perilune.sandbox.errors import SandboxError, SnapshotCorrupt
+from perilune.sandbox.errors import GuestError, SandboxError, SnapshotCorrupt
 from perilune.sandbox.files import remove
 from perilune.sandbox.limits import Group
 from perilune.sandbox.network import PLAN, Slot, acquire, wanted
 from perilune.sandbox.snapshot import Defaults, Snapshot, Store
+from perilune.sandbox.vmm.child import started_at
 from perilune.sandbox.vmm.driver import Plan, Platform, Shape
 from perilune.sandbox.vmm.qemu import Qemu, QemuMachine
 
@@ -107,6 +108,7 @@ class Launcher:
         folder = self.store.run / secrets.token_hex(8)
         kernel = (self.guest.kernel, self.guest.initrd, setup.APPEND) if boot else (None, None, "")
         machine = self.qemu.spawn(Plan(shape, base, folder, *kernel))
+        (folder / "owner").write_text(f"{os.getpid()} {started_at(os.getpid())}")
         group = Group(folder.name, shape.vcpus, shape.memory_mb + overhead_mb)
         group.add(machine.pid)
         return Spare(machine, base, shape, group)
@@ -275,5 +277,7 @@ class Launcher:
             live.slot.serve()
         agent.hello(10.0)
         live.identify()
+        with contextlib.suppress(GuestError):  # it refuses unless a checkpoint of the disk was cut short
+            agent.call(Op.THAW, "root")
         agent.inventory()
         return live

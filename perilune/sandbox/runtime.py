@@ -529,7 +529,7 @@ class Runtime:
                 self.catalogue.put(record)
         folders = {r.folder for r in self.records() if r.phase is Phase.RUNNING}
         for folder in self.store.run.iterdir():
-            if folder.name not in folders and _older(folder, time.time() - 60):
+            if folder.name not in folders and not _owned(folder) and _older(folder, time.time() - 5):
                 _end_machine(folder)
         used = {f"{prefix(str(self.home))}{r.slot}" for r in self.records() if r.phase is Phase.RUNNING}
         for namespace in set(namespaces(prefix(str(self.home)))) - used:
@@ -627,6 +627,15 @@ class Runtime:
 
 def _alive(pid: int, started: int) -> bool:
     return bool(pid) and started_at(pid) == started
+
+
+def _owned(folder: Path) -> bool:
+    """Whether the process that started this machine still lives."""
+    try:
+        pid, started = (folder / "owner").read_text().split()
+        return _alive(int(pid), int(started))
+    except (OSError, ValueError):
+        return False
 
 
 def _older(path: Path, than: float) -> bool:

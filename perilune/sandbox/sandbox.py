@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from perilune.sandbox.agent import wire
 from perilune.sandbox.agent.client import Event, Inbox, Stream, check
@@ -97,10 +98,22 @@ class Process:
         self._stream.ignore(self._inbox)
 
 
+class Host(Protocol):
+    """What commands and files need: an agent to ask, and the image's user and directory."""
+
+    @property
+    def live(self) -> Any:
+        """Something with an `agent`."""
+
+    @property
+    def record(self) -> Any:
+        """Something with a `user` and a `workdir`."""
+
+
 class Commands:
     """Programs in the guest."""
 
-    def __init__(self, sandbox: "Sandbox") -> None:
+    def __init__(self, sandbox: Host) -> None:
         self._box = sandbox
 
     def start(
@@ -175,7 +188,7 @@ class Commands:
 class Files:
     """The guest's file system, as the sandbox's user unless told otherwise. Relative paths start at the user's home."""
 
-    def __init__(self, sandbox: "Sandbox") -> None:
+    def __init__(self, sandbox: Host) -> None:
         self._box = sandbox
 
     def _call(self, op: Op, user: str | None, first: str, second: str = "", number: int = 0) -> bytes:

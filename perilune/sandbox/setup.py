@@ -66,7 +66,7 @@ def build(home: Path, kernel: Path | None = None, paravirtual: bool = False) -> 
         kernel, modules = debian_kernel(folder)
     elif (folder / "modules").is_dir() and kernel.parent == folder:
         modules = _ordered_modules(folder / "modules")
-    _compile(folder / "agent", ["-static", "-Os", "-s"], sorted(SOURCES.glob("[!n]*.c")))
+    compile_agent(folder / "agent")
     _compile(folder / "nopunch.so", ["-shared", "-fPIC", "-Os", "-s"], [SOURCES / "nopunch.c"])
     initrd(folder / "initrd.gz", folder / "agent", modules)
     machine = kernel_machine(kernel)
@@ -94,6 +94,11 @@ def kernel_machine(kernel: Path) -> str:
 def _sources_digest() -> str:
     files = sorted([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def compile_agent(target: Path) -> None:
+    """The static guest agent."""
+    _compile(target, ["-static", "-Os", "-s"], sorted(SOURCES.glob("[!n]*.c")))
 
 
 def _compile(target: Path, options: list[str], sources: list[Path]) -> None:

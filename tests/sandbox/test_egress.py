@@ -3,7 +3,7 @@
 import ssl
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.sandbox import egress, network
@@ -25,15 +25,20 @@ def test_the_server_name_of_a_real_handshake() -> None:
     assert egress.server_name(hello) == "files.example.org"
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_garbage_has_no_name(data: bytes) -> None:
     egress.server_name(data)
     egress.host(data)
 
 
+HELLO = _hello("a.example")
+
+
+@settings(deadline=None)
 @given(st.data())
 def test_a_damaged_handshake_never_crashes(data: st.DataObject) -> None:
-    hello = bytearray(_hello("a.example"))
+    hello = bytearray(HELLO)
     for _ in range(data.draw(st.integers(1, 5))):
         hello[data.draw(st.integers(0, len(hello) - 1))] = data.draw(st.integers(0, 255))
     egress.server_name(bytes(hello[: data.draw(st.integers(0, len(hello)))]))
@@ -63,6 +68,7 @@ def test_malformed_lists_are_refused() -> None:
         network.check(Network(allow=["10.0.0.0/8; flush ruleset"]))
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_nothing_unchecked_reaches_the_rules(entry: str) -> None:
     try:

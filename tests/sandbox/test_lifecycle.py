@@ -193,6 +193,9 @@ def test_a_timeout_pauses_and_another_kills(runtime: Runtime) -> None:
 
 def test_nothing_is_left(runtime: Runtime) -> None:
     assert runtime.records() == []
+    base = runtime.resolve("base").id
+    for identity in [identity for identity, *_ in runtime.templates() if identity != base]:
+        runtime.delete_snapshot(identity)
     runtime.settle()
     runtime.collect(0)
     assert list(runtime.store.run.iterdir()) == []

@@ -4,7 +4,7 @@ import contextlib
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.sandbox.agent import wire
@@ -16,6 +16,7 @@ text = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])
 key = st.text(st.characters(exclude_characters="\0=", exclude_categories=["Cs"]), min_size=1, max_size=10)
 
 
+@settings(deadline=None)
 @given(st.lists(frames, max_size=5), st.integers(1, 50))
 def test_frames_survive_any_split(sent: list[Frame], step: int) -> None:
     data = b"".join(frame.pack() for frame in sent)
@@ -25,6 +26,7 @@ def test_frames_survive_any_split(sent: list[Frame], step: int) -> None:
     assert got == sent
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_frames_or_a_typed_error(data: bytes) -> None:
     try:
@@ -41,6 +43,7 @@ def test_oversized_frames_are_refused_both_ways() -> None:
         Parser().feed(wire.HEAD.pack(20, 1, 0, 1, wire.MAX_FRAME + 1))
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         Command,
@@ -62,12 +65,14 @@ def test_nul_in_an_argument_is_refused() -> None:
         Command(("a\0b",)).pack()
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=120))
 def test_directory_records_never_crash(data: bytes) -> None:
     with contextlib.suppress(MachineLost, struct.error, ValueError):  # the client turns all three into MachineLost
         wire.entries(data)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([0x100, 0x2, 0x200, 0x4, 0x40]), text), max_size=5), st.integers(1, 30))
 def test_changes_survive_any_split(sent: list[tuple[int, str]], step: int) -> None:
     data = b"".join(struct.pack("<II", mask, len(name.encode())) + name.encode() for mask, name in sent)

@@ -195,6 +195,10 @@ class Agent:
         self._socket = connect(path, 10.0, pid)
         self._quiet, self._closed, self.lost = True, False, None
 
+    def use(self, connection: socket.socket) -> None:
+        """Talk over a socket that is connected already."""
+        self._socket, self._quiet, self._closed, self.lost = connection, True, False, None
+
     def start(self) -> None:
         """Begin to read."""
         self._reader = threading.Thread(target=self._read, args=(self._socket,), daemon=True, name="agent")

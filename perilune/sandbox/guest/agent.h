@@ -47,6 +47,7 @@ struct stream {
 
 /* port.c */
 void port_open(void);
+void port_use(int descriptor);
 int port_fd(void);
 bool port_wants_write(void);
 size_t port_backlog(void);

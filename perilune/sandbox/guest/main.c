@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/reboot.h>
 #include <sys/signalfd.h>
@@ -48,10 +49,12 @@ static int exits(void) {
   return signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC);
 }
 
-int main(void) {
-  boot();
+/* With an argument, a descriptor: no machine, only namespaces around us (process.py). */
+int main(int argc, char **argv) {
+  if (argc < 2) boot();
   int child = exits();
-  port_open();
+  if (argc < 2) port_open();
+  else port_use(atoi(argv[1]));
   for (;;) {
     fds[0] = (struct pollfd){port_fd(), POLLIN | (port_wants_write() ? POLLOUT : 0), 0};
     fds[1] = (struct pollfd){child, POLLIN, 0};

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 static int fd = -1;
+static bool only_host; /* a socket: when its other end closes, nobody will come again */
 static uint8_t *in, *out;
 static size_t in_used, in_size, out_used, out_start, out_size;
 
@@ -36,6 +37,11 @@ void port_open(void) {
     if (fd < 0) usleep(1000);
   }
   if (fd < 0) fprintf(stderr, "agent: no virtio port named agent\n"), exit(1);
+}
+
+void port_use(int descriptor) {
+  fd = descriptor, only_host = true;
+  fcntl(fd, F_SETFD, FD_CLOEXEC), fcntl(fd, F_SETFL, O_NONBLOCK);
 }
 
 int port_fd(void) { return fd; }
@@ -83,6 +89,7 @@ void port_read(void (*handle)(const struct frame *, const uint8_t *)) {
   for (;;) {
     in = grown(in, &in_size, in_used + CHUNK);
     ssize_t n = read(fd, in + in_used, in_size - in_used);
+    if (n == 0 && only_host) exit(0);
     if (n == 0) { forget(); usleep(5000); return; }
     if (n < 0) return;
     in_used += n;
