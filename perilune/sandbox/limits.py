@@ -75,6 +75,11 @@ class Group:
             with contextlib.suppress(OSError):
                 (folder / "cgroup.procs").write_text(str(pid))
 
+    def entrance(self) -> list[str]:
+        """A command prefix that enters this group before it becomes what follows."""
+        files = " ".join(str(folder / "cgroup.procs") for folder in set(self.folders.values()))
+        return ["sh", "-c", f'for f in {files}; do echo $$ > "$f"; done; exec "$@"', "sh"] if files else []
+
     def freeze(self, on: bool) -> bool:
         """Stop or continue all of its processes; False where cgroups cannot."""
         if version() == 2:

@@ -66,7 +66,7 @@ def build(home: Path, kernel: Path | None = None, paravirtual: bool = False) -> 
         kernel, modules = debian_kernel(folder)
     elif (folder / "modules").is_dir() and kernel.parent == folder:
         modules = _ordered_modules(folder / "modules")
-    compile_agent(folder / "agent")
+    shutil.copyfile(agent(), folder / "agent")
     _compile(folder / "nopunch.so", ["-shared", "-fPIC", "-Os", "-s"], [SOURCES / "nopunch.c"])
     initrd(folder / "initrd.gz", folder / "agent", modules)
     machine = kernel_machine(kernel)
@@ -96,9 +96,12 @@ def _sources_digest() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def compile_agent(target: Path) -> None:
-    """The static guest agent."""
-    _compile(target, ["-static", "-Os", "-s"], sorted(SOURCES.glob("[!n]*.c")))
+def agent() -> Path:
+    """The static guest agent, compiled once for these sources."""
+    target = default_home() / "agents" / _sources_digest()[:32]
+    if not target.exists():
+        _compile(target, ["-static", "-Os", "-s"], sorted(SOURCES.glob("[!n]*.c")))
+    return target
 
 
 def _compile(target: Path, options: list[str], sources: list[Path]) -> None:

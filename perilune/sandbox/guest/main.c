@@ -49,12 +49,13 @@ static int exits(void) {
   return signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC);
 }
 
-/* With an argument, a descriptor: no machine, only namespaces around us (process.py). */
+/* With --fd=N: no machine, only namespaces around us (process.py). The kernel may give process 1 arguments of its own. */
 int main(int argc, char **argv) {
-  if (argc < 2) boot();
+  bool machine = argc != 2 || strncmp(argv[1], "--fd=", 5);
+  if (machine) boot();
   int child = exits();
-  if (argc < 2) port_open();
-  else port_use(atoi(argv[1]));
+  if (machine) port_open();
+  else port_use(atoi(argv[1] + 5));
   for (;;) {
     fds[0] = (struct pollfd){port_fd(), POLLIN | (port_wants_write() ? POLLOUT : 0), 0};
     fds[1] = (struct pollfd){child, POLLIN, 0};
