@@ -1,0 +1,211 @@
+"""What the sandbox claims, measured: `python bench/sandbox.py [ROOT_IMAGE] [--only WORD]`; medians, in milliseconds.
+
+Needs a guest (`perilune sandbox setup`). Without ROOT_IMAGE (a raw ext4 with bash) one is made of this host's bash and
+coreutils. The guest has 512 MB and one CPU. "Answered" means that the first command's exit was reported.
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from perilune.sandbox import Guard, Runtime, Sandbox, Shape, setup
+from perilune.sandbox.http.metrics import usage
+from perilune.sandbox.images import ext4
+
+COMMAND = ["/bin/true"]
+Rows = list[tuple[str, float, str]]
+
+
+def clock(work: Callable[[], object]) -> float:
+    """Milliseconds that `work` takes."""
+    began = time.perf_counter()
+    work()
+    return (time.perf_counter() - began) * 1000
+
+
+def median(work: Callable[[], float], times: int) -> float:
+    """Of `times` runs."""
+    return statistics.median(work() for _ in range(times))
+
+
+def answer(box: Sandbox) -> None:
+    """One command, from start to exit."""
+    box.commands.run(COMMAND)
+
+
+def _tiny(work: Path) -> Path:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "sandbox"))
+    from conftest import tiny_root
+
+    ext4.pack(tiny_root(work / "tree"), work / "root.raw", 1024)
+    return work / "root.raw"
+
+
+@contextmanager
+def runtime(image: Path | None) -> Iterator[Runtime]:
+    """A fresh home with the template `base`."""
+    with tempfile.TemporaryDirectory(prefix="perilune-bench-", dir="/var/tmp") as folder:
+        work = Path(folder)
+        shutil.copytree(setup.default_home() / "guest", work / "guest")
+        kernel = setup.load(setup.default_home()).kernel
+        setup.build(work, work / "guest" / kernel.name if (work / "guest" / kernel.name).exists() else kernel)
+        with Runtime(work, Guard(disk_floor_mb=256)) as made:
+            made.add_template(image or _tiny(work), ["base"], Shape(1, 512, 1024))
+            yield made
+
+
+def create(rt: Runtime, rows: Rows, times: int) -> None:
+    """From the template: cold, warm, hot."""
+    template = rt.resolve("base")
+    for name, pool in (("cold", {}), ("warm pool", {"warm": 2}), ("hot pool", {"hot": 2})):
+        if pool:
+            rt.pool.want(template, **pool)
+        seen: list[float] = []
+
+        def once(seen: list[float] = seen) -> float:
+            rt.pool.ready()
+            box: list[Sandbox] = []
+            took = clock(lambda: box.append(Sandbox.create(runtime=rt)))
+            first = clock(lambda: answer(box[0]))
+            box[0].kill()
+            seen.append(took + first)
+            return took
+
+        rows.append((f"create from template, {name}", median(once, times), "150"))
+        rows.append((f"create and first command answered, {name}", statistics.median(seen), ""))
+    rt.pool.drop(template.id)
+
+
+def pause_and_resume(rt: Runtime, rows: Rows, times: int) -> None:
+    """Checkpoint and resume; the warm pool holds machines on the same memory base."""
+    template = rt.resolve("base")
+    for name, warm, target in (("cold spawn", 0, "60"), ("warm pool", 2, "30")):
+        rt.pool.want(template, warm=warm)
+        with Sandbox.create(runtime=rt) as box:
+            seen: list[float] = []
+
+            def once(box: Sandbox = box, seen: list[float] = seen) -> float:
+                box.pause()
+                rt.settle()
+                rt.pool.ready()
+                took = clock(box.resume)
+                seen.append(took + clock(lambda: answer(box)))
+                return took
+
+            rows.append((f"resume, agent answered, {name}", median(once, times), target))
+            rows.append((f"resume, first command answered, {name}", statistics.median(seen), target))
+    rt.pool.drop(template.id)
+
+
+def checkpoint(rt: Runtime, rows: Rows, times: int) -> None:
+    """A running guest's checkpoint by how much it wrote since the template."""
+    for dirty, target in ((0, "20"), (52, "90"), (104, "170")):
+        with Sandbox.create(runtime=rt) as box:
+            if dirty:
+                box.commands.run(f"head -c {dirty}M /dev/urandom > /dev/shm/fill", timeout=300)
+            sizes = []
+
+            def once(box: Sandbox = box, sizes: list[int] = sizes) -> float:
+                took = clock(lambda: rt.snapshot(box.id, "mark"))
+                snapshot = rt.resolve("mark")
+                rt.settle()
+                sizes.append(snapshot.diff.size if snapshot.diff else 0)
+                rt.delete_snapshot("mark")
+                return took
+
+            took = median(once, times)
+            rows.append((f"checkpoint, about {sizes[0] >> 20} MB dirty", took, target))
+
+
+def fork(rt: Runtime, rows: Rows, times: int) -> None:
+    """Ten children of a running sandbox, all answering."""
+    template = rt.resolve("base")
+    for name, warm, target in (("cold", 0, "500"), ("warm pool", 10, "200")):
+        rt.pool.want(template, warm=warm)
+        with Sandbox.create(runtime=rt) as box:
+
+            def once(box: Sandbox = box) -> float:
+                rt.pool.ready()
+                made: list[Sandbox] = []
+                took = clock(lambda: made.extend(c for c in box.fork(10) if isinstance(c, Sandbox)))
+                assert len(made) == 10
+                for child in made:
+                    child.kill()
+                return took
+
+            rows.append((f"fork 10, all answering, {name}", median(once, max(2, times // 3)), target))
+    rt.pool.drop(template.id)
+
+
+def memory(rt: Runtime, rows: Rows, _times: int) -> None:
+    """PSS of 16 idle forks of one guest."""
+    with Sandbox.create(runtime=rt) as box:
+        made = [c for c in box.fork(16) if isinstance(c, Sandbox)]
+        time.sleep(2)
+        sizes = [usage(child.live.machine.pid)["memory"] / 1e6 for child in made]
+        rows.append(("memory per idle fork, PSS (MB)", statistics.median(sizes), "25"))
+        rows.append(("16 forks of a 512 MB guest together (MB)", sum(sizes), "600"))
+        for child in made:
+            child.kill()
+
+
+def cycles(rt: Runtime, rows: Rows, _times: int) -> None:
+    """50 pauses and resumes with writes between: nothing lost, time flat."""
+    with Sandbox.create(runtime=rt) as box:
+        took = []
+        for i in range(50):
+            box.files.write(f"/root/{i}", f"{i}")
+            took.append(clock(box.pause) + clock(box.resume))
+        kept = sorted(int(entry.name) for entry in box.files.list("/root") if entry.name.isdigit())
+        assert kept == list(range(50)), kept
+        rows.append(("pause and resume, first 10 of 50 cycles", statistics.median(took[:10]), ""))
+        rows.append(("pause and resume, last 10 of 50 cycles", statistics.median(took[-10:]), "flat"))
+
+
+def boot(rt: Runtime, rows: Rows, times: int) -> None:
+    """The guest's kernel from its first instruction."""
+    top = replace(rt.resolve("base"), mode="disk")
+    with Sandbox.create(runtime=rt) as box:
+        box.pause("disk")
+
+        def once() -> float:
+            took = clock(box.resume)
+            box.pause("disk")
+            return took
+
+        rows.append((f"boot to agent, {top.shape.memory_mb} MB", median(once, max(2, times // 3)), ""))
+        box.resume()
+
+
+PARTS = (create, pause_and_resume, checkpoint, fork, memory, cycles, boot)
+
+
+def main() -> None:
+    """Run the parts and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("image", type=Path, nargs="?")
+    parser.add_argument("--only", help="parts whose name contains this")
+    parser.add_argument("--times", type=int, default=9)
+    given = parser.parse_args()
+    rows: Rows = []
+    with runtime(given.image) as rt:
+        print(rt.platform, flush=True)
+        for part in PARTS:
+            if not given.only or given.only in part.__name__:
+                part(rt, rows, given.times)
+                for name, value, target in rows:
+                    print(f"| {name} | {value:.1f} | {target} |", flush=True)
+                rows.clear()
+
+
+if __name__ == "__main__":
+    main()

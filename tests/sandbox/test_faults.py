@@ -1,0 +1,212 @@
+"""What can go wrong does: servers and machines are killed, guests misbehave, disks fill. Neighbours must not notice."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from perilune.sandbox import Guard, Network, Runtime, Sandbox, SandboxError
+from perilune.sandbox.catalogue import Phase
+from perilune.sandbox.errors import Conflict, DiskFull, GuestError, OutOfCapacity
+from perilune.sandbox.network import namespaces, prefix
+from perilune.sandbox.runtime import Request
+
+SERVER = """
+import sys, time
+from pathlib import Path
+from perilune.sandbox import Runtime, Sandbox, Guard
+rt = Runtime(Path(sys.argv[1]), Guard(disk_floor_mb=64))
+box = Sandbox.create(runtime=rt, timeout=None)
+box.commands.start("for i in $(seq 100000); do echo $i > /tmp/count; sleep 0.05; done")
+print(box.id, flush=True)
+for i in range(1000):
+    box.files.write(f"/root/{i}", "x")
+    print(i, flush=True)
+    if sys.argv[2] == "pause":
+        box.pause(); box.resume(None)
+    else:
+        time.sleep(0.1)
+"""
+
+
+def _server(home: Path, what: str) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-c", SERVER, str(home), what]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert server.stdout
+    return server, server.stdout.readline().strip()
+
+
+def _count(box: Sandbox) -> int:
+    """How far the loop inside is (the file is empty for a moment at each step)."""
+    for _ in range(200):
+        with contextlib.suppress(GuestError, ValueError):
+            return int(box.files.read_text("/tmp/count"))
+        time.sleep(0.05)
+    raise AssertionError("the loop inside does not run")
+
+
+def test_a_running_sandbox_outlives_its_server(runtime: Runtime) -> None:
+    server, identity = _server(runtime.home, "run")
+    with pytest.raises(Conflict, match="driven by process"):
+        runtime.live(identity)
+    server.kill()
+    server.communicate()
+    box = Sandbox.connect(identity, None, runtime)
+    first = _count(box)
+    time.sleep(0.5)
+    assert _count(box) > first
+    assert any("count" in command.argv[-1] for _, command in box.commands.list())
+    box.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_a_server_killed_at_any_instant_loses_nothing(runtime: Runtime, seed: int) -> None:
+    server, identity = _server(runtime.home, "pause")
+    time.sleep(random.Random(seed).uniform(0.5, 3.0))
+    server.kill()
+    last = int((server.communicate()[0].split() or ["0"])[-1])
+    runtime.recover()
+    record = runtime.catalogue.get(identity)
+    box = Sandbox(runtime, identity)
+    if record.phase is Phase.LOST:
+        box.resume(recover=True)
+    else:
+        box = Sandbox.connect(identity, None, runtime)
+    kept = {int(entry.name) for entry in box.files.list("/root") if entry.name.isdigit()}
+    assert set(range(last)) <= kept  # everything that was acknowledged before the last step
+    box.kill()
+
+
+@pytest.mark.slow
+def test_bombs_stay_inside(runtime: Runtime) -> None:
+    with Sandbox.create(runtime=runtime, processes=200) as box, Sandbox.create(runtime=runtime) as neighbour:
+        if not box.files.exists("/sys/fs/cgroup/sandbox/pids.max"):
+            pytest.skip("this guest kernel has no process controller (perilune sandbox setup --source)")
+        box.commands.start("bomb() { bomb | bomb & }; bomb", user="user").disconnect()
+        box.commands.start("x=a; while :; do x=$x$x; done", user="user").disconnect()
+        box.commands.start("dd if=/dev/zero of=/home/user/fill bs=1M", user="user").disconnect()
+        time.sleep(5)
+        assert neighbour.commands.run("echo fine").stdout == "fine\n"
+        assert box.files.exists("/etc/passwd")  # the agent has room of its own
+        box.pause()
+        box.resume()
+        assert box.files.exists("/etc/passwd")
+
+
+def test_a_full_host_refuses_instead_of_dying(runtime: Runtime) -> None:
+    with Sandbox.create(runtime=runtime) as box:
+        before = runtime.guard
+        try:
+            runtime.guard = Guard(disk_floor_mb=1 << 40)
+            with pytest.raises(DiskFull, match="are free under"):
+                box.pause()
+            with pytest.raises(DiskFull):
+                box.snapshot("no-room")
+            runtime.guard = Guard(most_sandboxes=1, disk_floor_mb=64)
+            with pytest.raises(OutOfCapacity, match="limit is 1"):
+                Sandbox.create(runtime=runtime)
+            runtime.guard = Guard(memory_floor_mb=1 << 40)
+            with pytest.raises(OutOfCapacity, match="MiB of memory"):
+                box.fork(2)
+        finally:
+            runtime.guard = before
+        assert box.commands.run("echo alive").stdout == "alive\n"
+
+
+def test_the_clock_is_right_after_an_hour(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sandbox.create(runtime=runtime) as box:
+        box.pause()
+        real = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: real() + 3600 * 10**9)
+        box.resume()
+        assert abs(float(box.commands.run("date +%s").stdout) - (real() / 1e9 + 3600)) < 10
+
+
+def test_killed_sandboxes_fail_typed_while_used(runtime: Runtime) -> None:
+    box = Sandbox.create(runtime=runtime)
+    process = box.commands.start("sleep 100")
+    box.kill()
+    with pytest.raises(SandboxError, match="killed"):
+        process.wait(10)
+
+
+def test_networks_come_and_go(runtime: Runtime) -> None:
+    if not Path("/dev/net/tun").exists():
+        pytest.skip("no /dev/net/tun on this host")
+    try:
+        box = Sandbox.create(runtime=runtime, network=Network(internet=True))
+    except SandboxError as error:
+        pytest.skip(f"no network namespaces on this host: {error}")
+    ours = prefix(str(runtime.home))
+    assert len(namespaces(ours)) == 1
+    probe = "exec 3<>/dev/tcp/%s/1 2>/dev/null && echo open || echo closed"
+    for address in ("10.213.0.5", "192.168.0.1", "169.254.169.254"):
+        process = box.commands.start(probe % address)
+        with pytest.raises(SandboxError):  # dropped: neither open nor refused
+            process.wait(1.5)
+        process.kill()
+    box.pause()
+    assert namespaces(ours) == []
+    box.resume()
+    assert len(namespaces(ours)) == 1
+    box.kill()
+    assert namespaces(ours) == []
+
+
+@pytest.mark.slow
+def test_two_hundred_leave_nothing(runtime: Runtime) -> None:
+    def machines() -> int:
+        return sum(1 for p in Path("/proc").iterdir() if p.name.isdigit() and _is_ours(p, runtime.home))
+
+    before = (machines(), len(list(runtime.store.run.iterdir())), Path("/proc/mounts").read_text().count("\n"))
+    for _ in range(40):
+        made = runtime.create_many(Request(), 5)
+        for one in made:
+            assert not isinstance(one, SandboxError)
+            runtime.kill(one.id)
+    runtime.settle()
+    runtime.collect(0)
+    after = (machines(), len(list(runtime.store.run.iterdir())), Path("/proc/mounts").read_text().count("\n"))
+    assert after == before
+
+
+def _is_ours(process: Path, home: Path) -> bool:
+    try:
+        return (
+            str(home).encode() in (process / "cmdline").read_bytes() and b"qemu" in (process / "cmdline").read_bytes()
+        )
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_fifty_cycles_lose_nothing(runtime: Runtime) -> None:
+    with Sandbox.create(runtime=runtime) as box:
+        took = []
+        for i in range(50):
+            box.files.write(f"/root/{i}", str(i))
+            box.files.write(f"/dev/shm/{i}", str(i))
+            began = time.perf_counter()
+            box.pause()
+            box.resume()
+            took.append(time.perf_counter() - began)
+        for place in ("/root", "/dev/shm"):
+            assert sorted(int(e.name) for e in box.files.list(place) if e.name.isdigit()) == list(range(50))
+        assert sorted(took[-10:])[5] < 3 * sorted(took[:10])[5]
+
+
+def test_signals_reach_the_group(runtime: Runtime) -> None:
+    with Sandbox.create(runtime=runtime) as box:
+        process = box.commands.start("trap 'echo term; exit 5' TERM; sleep 100 & wait")
+        time.sleep(0.5)
+        process.kill(signal.SIGTERM)
+        result = process.wait(20)
+        assert (result.stdout, result.exit_code) == ("term\n", 5)

@@ -1,0 +1,139 @@
+"""Archives from strangers: whiteouts do what they say, and nothing leaves the directory."""
+
+import contextlib
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.sandbox.errors import InvalidRequest, SandboxError
+from perilune.sandbox.images.recipe import parse
+from perilune.sandbox.images.source import Builder, image_defaults, tree_digest
+from perilune.sandbox.images.unpack import inside, unpack
+
+
+def _tar(path: Path, members: list[tuple[str, str, str]]) -> Path:
+    """(kind, name, content or link): f, d, l (symbolic), h (hard)."""
+    kinds = {"f": tarfile.REGTYPE, "d": tarfile.DIRTYPE, "l": tarfile.SYMTYPE, "h": tarfile.LNKTYPE}
+    with tarfile.open(path, "w") as tar:
+        for kind, name, content in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.mode = kinds[kind], 0o755
+            if kind == "f":
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content.encode()))
+            else:
+                info.linkname = content
+                tar.addfile(info)
+    return path
+
+
+def _layout(folder: Path, layers: list[Path], config: dict) -> Path:  # type: ignore[type-arg]
+    blobs = folder / "blobs" / "sha256"
+    blobs.mkdir(parents=True)
+
+    def blob(data: bytes) -> dict:  # type: ignore[type-arg]
+        digest = hashlib.sha256(data).hexdigest()
+        (blobs / digest).write_bytes(data)
+        return {"digest": f"sha256:{digest}", "size": len(data)}
+
+    manifest = {
+        "config": blob(json.dumps({"config": config}).encode()),
+        "layers": [blob(layer.read_bytes()) for layer in layers],
+    }
+    platform = {"platform": {"architecture": "amd64", "os": "linux"}}
+    (folder / "index.json").write_text(json.dumps({"manifests": [{**blob(json.dumps(manifest).encode()), **platform}]}))
+    return folder
+
+
+def test_an_oci_layout_becomes_a_tree(tmp_path: Path) -> None:
+    lower = _tar(
+        tmp_path / "lower.tar",
+        [("d", "etc", ""), ("f", "etc/keep", "1"), ("f", "etc/gone", "2"), ("d", "opt", ""), ("f", "opt/old", "3")],
+    )
+    upper = _tar(
+        tmp_path / "upper.tar",
+        [
+            ("f", "etc/.wh.gone", ""),
+            ("f", "opt/.wh..wh..opq", ""),
+            ("f", "opt/new", "4"),
+            ("h", "etc/2", "etc/keep"),
+        ],
+    )
+    layout = _layout(tmp_path / "layout", [lower, upper], {"User": "1000:1000", "Env": ["A=b=c"], "Cmd": ["run", "it"]})
+    builder = Builder(tmp_path / "cache", 64)
+    for name in ("cache", "work", "more"):
+        (tmp_path / name).mkdir()
+    manifest = json.loads((layout / "index.json").read_text())["manifests"][0]["digest"].split(":")[1]
+    digests = [x["digest"] for x in json.loads((layout / "blobs" / "sha256" / manifest).read_text())["layers"]]
+    tree = builder._stack(layout, digests, tmp_path / "work")
+    found = sorted(str(path.relative_to(tree)) for path in tree.rglob("*"))
+    assert found == ["etc", "etc/2", "etc/keep", "opt", "opt/new"]
+    again = builder._stack(layout, digests, tmp_path / "more")  # the lowest layer comes from the cache now
+    assert tree_digest(again) == tree_digest(tree)
+    image = builder.layout(layout)
+    assert image.raw.stat().st_size == 64 << 20 and builder.layout(layout).raw == image.raw
+    assert (image.defaults.user, image.defaults.env, image.defaults.start) == ("1000:1000", {"A": "b=c"}, "run it")
+
+
+def test_a_damaged_layer_is_refused(tmp_path: Path) -> None:
+    layer = _tar(tmp_path / "layer.tar", [("f", "x", "1")])
+    layout = _layout(tmp_path / "layout", [layer], {})
+    blob = layout / "blobs" / "sha256" / hashlib.sha256(layer.read_bytes()).hexdigest()
+    blob.write_bytes(blob.read_bytes()[:-1])
+    with pytest.raises(InvalidRequest, match="damaged"):
+        Builder(tmp_path / "cache", 64).layout(layout)
+
+
+names = st.lists(st.sampled_from(["..", ".", "a", "b", "link", "/", ".wh.a", ".wh..wh..opq", ".wh..."]), max_size=4)
+member = st.tuples(st.sampled_from("fdlh"), names.map("/".join), names.map("/".join))
+
+
+@given(st.lists(member, max_size=6), st.booleans())
+@settings(deadline=None, max_examples=150)
+def test_nothing_leaves_the_directory(
+    tmp_path_factory: pytest.TempPathFactory, members: list[tuple[str, str, str]], whiteouts: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("escape")
+    (folder / "a").write_text("outside")
+    (folder / "b").mkdir()
+    archive = _tar(folder / "x.tar", [m for m in members if m[1]])
+    before = {path.name for path in folder.iterdir()} | {"root"}
+    with contextlib.suppress(SandboxError):
+        unpack(archive, folder / "root", whiteouts)
+    assert {path.name for path in folder.iterdir()} <= before
+    assert (folder / "a").read_text() == "outside" and not list((folder / "b").iterdir())
+
+
+def test_links_resolve_inside(tmp_path: Path) -> None:
+    (tmp_path / "up").symlink_to("../../..")
+    (tmp_path / "root").symlink_to("/")
+    assert inside(tmp_path, "up/etc/passwd") == tmp_path / "etc" / "passwd"
+    assert inside(tmp_path, "root/etc/x") == tmp_path / "etc" / "x"
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InvalidRequest, match="symbolic links"):
+        inside(tmp_path, "loop/x")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("RUN x", "before FROM"),
+        ("FROM a\nVOLUME /x", "line 2: VOLUME is not supported"),
+        ("FROM a\nFROM b", "only one FROM"),
+        ("FROM a\nCOPY ../etc /x", "not in the build context"),
+        ("", "no FROM"),
+    ],
+)
+def test_a_dockerfile_that_is_not_understood_is_named(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        parse(text, tmp_path)
+
+
+def test_image_defaults_of_nothing() -> None:
+    assert image_defaults({}).user == "root"
