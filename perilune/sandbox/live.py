@@ -207,6 +207,9 @@ class Launcher:
             return snapshot
         except BaseException:
             remove(parts)
+            self._go_on(live)
+            with contextlib.suppress(SandboxError):
+                live.agent.call(Op.THAW, "root")
             raise
 
     def _capture_full(self, live: Live, identity: str, defaults: Defaults, goes_on: bool) -> Snapshot:

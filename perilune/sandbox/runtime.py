@@ -118,7 +118,7 @@ class Runtime:
             if record.phase is Phase.RUNNING:
                 return self._adopt(record)
             if record.phase is Phase.PAUSED and record.auto_resume:
-                return self.resume(identity, max(300.0, 0.0))
+                return self.resume(identity, 300.0)
             if record.phase is Phase.LOST:
                 raise MachineLost(f"sandbox {identity} is lost: {record.fault}")
         raise Conflict(f"sandbox {identity} is {record.phase}")

@@ -1,6 +1,7 @@
 """`Sandbox`: the synchronous interface to one microVM. Everything blocks; errors are `perilune.sandbox.errors`."""
 
 import contextlib
+import os
 import signal as signals
 import socket
 import threading
@@ -367,7 +368,13 @@ class Sandbox:
         return ours
 
     def copy_in(self, source: Path, target: str, user: str | None = None) -> None:
-        """A file or a directory from the host."""
+        """A file or a directory from the host. Links are copied as links: what they point to on the host stays
+        there."""
+        if source.is_symlink():
+            link = ["ln", "-sfn", "--", os.readlink(source), target]  # noqa: PTH115 - a text, not a path of this host
+            if self.commands.run(link, user).exit_code:
+                raise SandboxError(f"the link {target} cannot be made")
+            return
         if source.is_dir():
             self.files.make_dir(target, user)
             for child in sorted(source.iterdir()):

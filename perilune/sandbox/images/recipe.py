@@ -190,8 +190,11 @@ def _copy(box: Sandbox, step: Step, number: int) -> None:
             except (InvalidRequest, tarfile.TarError) as error:
                 raise StepFailed(number, str(error)) from None
             context = Path(work)
+        if ".." in PurePosixPath(source).parts:
+            raise StepFailed(number, f"{source} leaves the build context")
         paths = sorted(context.glob(source.strip("/"))) if source.strip("/. ") else [context]
-        if not paths:
+        home = context.resolve()
+        if not paths or any(not path.parent.resolve().is_relative_to(home) and path != context for path in paths):
             raise StepFailed(number, f"{source} is not in the build context")
         for path in paths:
             directory = where.endswith("/") or len(paths) > 1 or _is_dir(box, where)

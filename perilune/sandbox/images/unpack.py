@@ -1,12 +1,17 @@
-"""Tar archives from strangers into a directory: nothing may leave it, whatever names, links and whiteouts it holds."""
+"""Tar archives from strangers into a directory: nothing may leave it, whatever names, links and whiteouts it holds.
 
-import gzip
+A process of its own enters the directory by chroot before it reads the first name, so that the kernel, not our reading
+of paths, keeps `//etc`, `..` and links inside. Checking names alone is not enough: pathlib keeps a leading `//` as a
+root of its own, and joining it leaves the directory.
+"""
+
 import os
 import shutil
 import stat
 import subprocess
+import sys
 import tarfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from perilune.sandbox.errors import InvalidRequest
 
@@ -18,7 +23,7 @@ def inside(root: Path, name: str, depth: int = 0) -> Path:
     if depth > 40:
         raise InvalidRequest(f"{name!r} has too many symbolic links")
     at = root
-    parts = [part for part in PurePosixPath(name).parts if part not in ("/", ".")]
+    parts = [part for part in name.split("/") if part not in ("", ".")]
     for i, part in enumerate(parts):
         if part == "..":
             at = at.parent if at != root else root
@@ -86,34 +91,56 @@ def _attributes(member: tarfile.TarInfo, path: Path) -> None:
 
 
 def unpack(archive: Path, root: Path, whiteouts: bool = False) -> None:
-    """Extract a tar (plain, gzip, bzip2, xz or zstd) under `root`; with `whiteouts`, as an image layer."""
+    """Extract a tar (plain, gzip, bzip2, xz or zstd) under `root`; with `whiteouts`, as an image layer. Needs root."""
     root.mkdir(parents=True, exist_ok=True)
+    plain = _plain(archive)
+    with plain.open("rb") as file:
+        command = [sys.executable, "-m", __name__, str(root.absolute()), str(int(whiteouts))]
+        done = subprocess.run(command, stdin=file, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["it ended without a reason"])[-1]
+        raise InvalidRequest(f"{archive.name} cannot be unpacked: {reason}")
+
+
+def _confined(root: str, whiteouts: bool) -> None:
+    """In the child: enter `root`, then extract what comes on standard input."""
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r:*") as tar:  # codecs are loaded before the rest is out of reach
+        os.chroot(root)
+        os.chdir("/")
+        _extract(tar, Path("/"), whiteouts)
+
+
+def _extract(tar: tarfile.TarFile, root: Path, whiteouts: bool) -> None:
     late: list[tuple[tarfile.TarInfo, Path]] = []  # directories get their times last
-    try:
-        with _open(archive) as tar:
-            for member in tar:
-                path = inside(root, member.name)
-                if path == root or (whiteouts and _whiteout(root, path)):
-                    continue
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _place(tar, member, root, path)
-                if member.isdir():
-                    late.append((member, path))
-                elif not member.islnk():
-                    _attributes(member, path)
-    except (tarfile.TarError, EOFError, gzip.BadGzipFile, OSError) as error:
-        raise InvalidRequest(f"{archive.name} cannot be unpacked: {error}") from None
+    for member in tar:
+        path = inside(root, member.name)
+        if path == root or (whiteouts and _whiteout(root, path)):
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _place(tar, member, root, path)
+        if member.isdir():
+            late.append((member, path))
+        elif not member.islnk():
+            _attributes(member, path)
     for member, path in reversed(late):
         if path.is_dir() and not path.is_symlink():
             _attributes(member, path)
 
 
-def _open(archive: Path) -> tarfile.TarFile:
+def _plain(archive: Path) -> Path:
+    """The archive itself, or beside it what zstd makes of it (tarfile reads the other compressions)."""
     with archive.open("rb") as file:
         if file.read(4) != b"\x28\xb5\x2f\xfd":
-            return tarfile.open(archive, "r:*")
+            return archive
     plain = archive.with_suffix(".plain.tar")
     done = subprocess.run(["zstd", "-q", "-d", "-f", str(archive), "-o", str(plain)], capture_output=True, text=True)
     if done.returncode:
         raise InvalidRequest(f"{archive.name} cannot be unpacked: {done.stderr.strip()}")
-    return tarfile.open(plain)
+    return plain
+
+
+if __name__ == "__main__":
+    try:
+        _confined(sys.argv[1], sys.argv[2] == "1")
+    except (tarfile.TarError, EOFError, OSError, InvalidRequest) as error:
+        sys.exit(str(error))
