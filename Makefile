@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup demo check test test-slow test-gpu clean
+.PHONY: setup demo check test test-slow test-soak test-gpu clean
 
 setup: $(READY)
 $(READY): pyproject.toml constraints.txt
@@ -25,10 +25,14 @@ check: $(READY)
 
 # One thread a worker, two workers: faster than two threads in one process for tests of small tensors.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not kvm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not soak and not gpu and not kvm"
 
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not kvm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not soak and not gpu and not kvm"
+
+# Not part of CI: microVMs killed, bombed and made by the hundred, for the better part of an hour.
+test-soak: $(READY)
+	$(BIN)/python -m pytest -m soak
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

@@ -31,6 +31,10 @@ def _one_sentence(command: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except (ValueError, OSError) as error:
             sentence = _sentence(error)
+        except ModuleNotFoundError as error:  # the base install is light
+            if error.name is None or error.name.startswith("perilune"):
+                raise
+            sentence = f"{error.name} is not installed; this command needs pip install 'perilune[train]'."
         except RuntimeError as error:
             if type(error) is RuntimeError:  # torch's own: not a user's mistake
                 raise
@@ -47,7 +51,7 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == 28:
         return f"The disk is full{f': {error.filename}' if error.filename else ''}; nothing was left half-written."
     text = str(error) or type(error).__name__
-    return text if text.endswith(".") else text + "."
+    return text if text.endswith((".", "?")) else text + "."
 
 
 def _version(wanted: bool) -> None:

@@ -94,10 +94,12 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None] = print) -> Path:
     """Walk the stages into `out`; returns the last stage's directory."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "recipe.json", to_table(recipe))
+    if not (out / "recipe.json").exists():
+        write_json(out / "recipe.json", to_table(recipe))
     directory = out
     for stage in recipe.stages:
         directory = _STAGES[stage](recipe, out, say)
+    write_json(out / "recipe.json", to_table(recipe))  # only now is a changed recipe what the run was made with
     return directory
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from perilune.chat import Content, Parser, Reasoning, read_request, render
@@ -19,7 +20,8 @@ def open_model(where: Path) -> tuple[K3, Tokenizer]:
     """Model and tokenizer of a run, stage or checkpoint directory. Raises ConfigError where they do not fit."""
     weights = find_weights(where)
     tokenizer = Tokenizer.load(weights)
-    model = load_model(weights)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(weights, device=device)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ConfigError(
             f"The tokenizer in {weights} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}."

@@ -7,7 +7,7 @@ from perilune.cli import app
 
 
 def test_version_is_printed() -> None:
-    result = CliRunner().invoke(app, ["version"])
+    result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0
     assert result.output.strip() == perilune.__version__
 

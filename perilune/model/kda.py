@@ -6,6 +6,7 @@ y = W_o [ RMSNorm_head(o) · σ(W_g x) ]
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from perilune.model.layout import Layout
 from perilune.model.linear import Linear, Weight, project
 from perilune.model.taps import Taps
 from perilune.ops.conv import short_conv
-from perilune.ops.kda import kda
+from perilune.ops.kda import kda, kda_step
 from perilune.ops.norm import gated_rms_norm
 
 
@@ -52,20 +53,19 @@ class KDA(nn.Module):
         z = z.reshape(1, tokens, c.kda_num_heads, -1)
         if taps is not None:
             taps.decay(self.layer, z, self.A_log, self.dt_bias, c.gate_lower_bound)
-        o, state, _ = kda(
-            q,
-            k,
-            v,
-            z,
-            beta.unsqueeze(0),
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            lower_bound=c.gate_lower_bound,
-            state=state,
-            cu_seqlens=layout.cu_seqlens,
-            lengths=layout.lengths,
-            delta=c.kda_delta,
-        )
+        rules: dict[str, Any] = {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "lower_bound": c.gate_lower_bound,
+            "delta": c.kda_delta,
+            "state": state,
+        }
+        if cache is not None and layout.one_each:
+            q, k, v, z = (part.squeeze(0) for part in (q, k, v, z))
+            o, state = kda_step(q, k, v, z, beta, **rules)
+        else:
+            packing: dict[str, Any] = {"cu_seqlens": layout.cu_seqlens, "lengths": layout.lengths}
+            o, state, _ = kda(q, k, v, z, beta.unsqueeze(0), **packing, **rules)
         if cache is not None:
             cache.write_kda(self.layer, layout, state, tail)
         gate = None if gate is None else gate.reshape(o.shape)

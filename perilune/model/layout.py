@@ -62,6 +62,11 @@ class Layout:
         """No sequence has a past: attention needs nothing but the new tokens."""
         return not any(self.past)
 
+    @property
+    def one_each(self) -> bool:
+        """A decoding step: every sequence brings one token."""
+        return all(n == 1 for n in self.lengths)
+
     @cached_property
     def sequence_of(self) -> Tensor:
         """int64 [T]: the sequence each token belongs to."""
@@ -79,8 +84,8 @@ class Layout:
 
     @cached_property
     def last(self) -> Tensor:
-        """int64 [N]: index of each sequence's last token (of the token before it, where a sequence is empty)."""
-        return self.cu_seqlens[1:] - 1
+        """int64 [N]: index of each sequence's last token; of the nearest other token, where a sequence is empty."""
+        return (self.cu_seqlens[1:] - 1).clamp(min=0)
 
 
 def _borders(lengths: Sequence[int], device: torch.device | str) -> Tensor:

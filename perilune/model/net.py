@@ -4,9 +4,8 @@ Layer l reads the stream, runs KDA or Gated MLA, adds; reads again, runs its fee
 size b the stream closes a block before layers 0, b, 2b, ... (before layer 0 the "block" is the embedding).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -100,21 +99,23 @@ class MTP(Layer):
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(h, eps)})
 
     def predict(
-        self, embedded: Tensor, features: Tensor, layout: Layout, cache: Cache | None = None
+        self,
+        embedded: Tensor,
+        features: Tensor,
+        layout: Layout,
+        cache: Cache | None = None,
+        taps: Taps | None = None,
     ) -> tuple[Tensor, Tensor, Routing | None]:
         """embedded [T, hidden] of each position's next token, features [T, hidden] of the position itself ->
         (hidden for the head, features for a further step, route)."""
         first = (layout.position_of == 0).unsqueeze(1)
         joined = torch.cat([self.enorm(embedded).masked_fill(first, 0.0), self.hnorm(features)], -1)
-        stream, route = self(Stream.start(self.eh_proj(joined)), layout, cache)
+        stream, route = self(Stream.start(self.eh_proj(joined)), layout, cache, taps)
         return self.shared_head["norm"](stream.running), stream.running, route
 
 
 class K3(nn.Module):
-    """A K3-family language model (text). Parameters carry the release's names below `model.`.
-
-    `run_layer(layer, *args)` calls a layer; training replaces it to recompute activations.
-    """
+    """A K3-family language model (text). Parameters carry the release's names below `model.`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -129,7 +130,6 @@ class K3(nn.Module):
         if c.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.mtp = nn.ModuleList(MTP(c, c.num_hidden_layers + i) for i in range(c.num_nextn_predict_layers))
-        self.run_layer: Callable[..., Any] = lambda layer, *args: layer(*args)
 
     def forward(
         self,
@@ -149,12 +149,14 @@ class K3(nn.Module):
             logits: of every token, of each sequence's last token, or none (training computes its loss from hidden).
             taps: filled with what it asks for.
         """
+        if layout.tokens == 0:
+            raise ValueError("tokens is empty: a batch needs at least one token.")
         if len(tokens) != layout.tokens:
             raise ValueError(f"tokens has {len(tokens)} entries but the layout describes {layout.tokens}.")
         stream = Stream.start(_stream_dtype(self.embed_tokens(tokens)))
         routes: dict[int, Routing] = {}
         for i, layer in enumerate(self.layers):
-            stream, route = self.run_layer(layer, stream, layout, cache, taps)
+            stream, route = layer(stream, layout, cache, taps)
             if route is not None:
                 routes[i] = route
             if taps is not None and "hidden" in taps.kinds:

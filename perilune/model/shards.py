@@ -153,6 +153,7 @@ def _write_all(directory: Path, entries: list[Entry], config: dict[str, Any], sh
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors writes for the owner alone
     except SafetensorError as error:  # carries the system's number in its text only
         number = re.search(r"os error (\d+)", str(error))
         if number is None:

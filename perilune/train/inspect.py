@@ -19,7 +19,7 @@ def evaluate(model: K3, shard: Shard, options: TrainConfig, tokens: int, dtype: 
     nats, text_bytes, read = 0.0, 0, 0
     for batch in held_out_batches(shard, options.context, options.rows):
         with torch.autocast(model.embed_tokens.weight.device.type, dtype, enabled=dtype != torch.float32):
-            nats += float(batch_loss(model, batch, dtype).next_token)
+            nats += float(batch_loss(model, batch, dtype, mtp=False).next_token)
         text_bytes += batch.n_bytes
         read += len(batch.tokens)
         if read >= tokens:

@@ -7,7 +7,9 @@ a run that was killed continues bit for bit on CPU.
 import dataclasses
 import json
 import logging
+import re
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,11 +28,11 @@ from perilune.ops.quantile import expert_counts, margin_histogram, margins
 from perilune.release import to_json
 from perilune.train.activations import activation_policy, apply_policy
 from perilune.train.balance import QuantileBalancer, RouterTap
-from perilune.train.checkpoint import Checkpoint, Checkpoints, latest
+from perilune.train.checkpoint import Checkpoint, CheckpointError, Checkpoints, latest, rng_state, set_rng_state
 from perilune.train.checkpoint import load as open_checkpoint
 from perilune.train.clip import qk_clip_model
 from perilune.train.inspect import evaluate, inspect
-from perilune.train.loss import batch_loss
+from perilune.train.loss import batch_loss, second_target_count
 from perilune.train.machine import describe, pick_device, pick_precision
 from perilune.train.metrics import (
     MetricsLog,
@@ -67,8 +69,8 @@ class Trainer:
         self.model = K3(config)
         self.model.reset_parameters()
         self.model.to(self.device)
-        policy = activation_policy(options.activations, config.num_hidden_layers)
-        apply_policy(self.model.layers, policy)
+        layers = [*self.model.layers, *self.model.mtp]
+        apply_policy(layers, activation_policy(options.activations, len(layers)))
         plans = plan(
             self.model.named_parameters(),
             config,
@@ -110,15 +112,14 @@ class Trainer:
         o, rows = self.options, self.options.rows
         batches = [self.batches.at(self.position + i * rows) for i in range(o.accumulate)]
         targets = sum(int((b.targets >= 0).sum()) for b in batches)
+        seconds_ahead = max(1, sum(map(second_target_count, batches))) if self.model.mtp else 1
         nats, max_logits = 0.0, dict[int, torch.Tensor]()
         look = self.step % o.logit_every == 0
         for batch in batches:
             taps = Taps.of({"max_logit"} if look else ())
             with self._autocast():
                 loss = batch_loss(self.model, batch, self.dtype, taps)
-                total = loss.next_token / targets
-                if loss.mtp_targets:
-                    total = total + o.mtp_weight * loss.mtp / (loss.mtp_targets * o.accumulate)
+                total = loss.next_token / max(1, targets) + o.mtp_weight * loss.mtp / seconds_ahead
             total.backward()
             nats += float(loss.next_token.detach())
             self._observe(loss.routes)
@@ -129,7 +130,7 @@ class Trainer:
         self.optimizer.zero_grad()
         found = self._rebalance(report.skipped)
         if o.qk_clip and max_logits and not report.skipped:
-            qk_clip_model(self.model.named_parameters(), max_logits, self.config, o.qk_clip)
+            qk_clip_model(self._by_layer(), max_logits, self.config, o.qk_clip)
         self.step += 1
         self.position += o.accumulate * rows
         seconds = time.perf_counter() - began
@@ -149,6 +150,13 @@ class Trainer:
             skipped=self.optimizer.skipped,
             **found,
         )
+
+    def _by_layer(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters with the MTP layer counted after the last, as the release names it."""
+        for name, p in self.model.named_parameters():
+            mtp = re.match(r"mtp\.(\d+)\.", name)
+            layer = self.config.num_hidden_layers + int(mtp[1]) if mtp else 0
+            yield (f"layers.{layer}.{name[mtp.end() :]}" if mtp else name), p
 
     def _autocast(self) -> Any:
         if self.dtype == torch.float32:
@@ -221,7 +229,7 @@ class Trainer:
         trainer = {
             "step": self.step,
             "position": self.position,
-            "rng": torch.get_rng_state().tolist(),
+            "rng": rng_state(),
             "balancer": self.balancer.state_dict() if self.balancer else None,
             "recipe": self.recipe,
             "data": self.data.fingerprint,
@@ -246,10 +254,15 @@ class Trainer:
         """Everything as it was. Raises CheckpointError or ConfigError in one sentence if it is another run's."""
         checkpoint.expect_recipe(self.recipe)
         state = checkpoint.trainer
+        if state["data"] != self.data.fingerprint:
+            raise CheckpointError(
+                f"{checkpoint.path} was trained on other data or another tokenizer (the sources have changed since); "
+                "restore them, or train into another directory."
+            )
         load(self.model, checkpoint.weights)
         self.optimizer.load_state_dict(checkpoint.optimizer())
         self.step, self.position = state["step"], state["position"]
-        torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
+        set_rng_state(state["rng"])
         if self.balancer is not None:
             self.balancer.load_state_dict(state["balancer"])
 

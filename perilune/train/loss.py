@@ -22,29 +22,32 @@ class Loss:
 
     next_token: Tensor
     mtp: Tensor
-    mtp_targets: int
     routes: dict[int, Routing]
 
 
-def batch_loss(model: K3, batch: Batch, dtype: torch.dtype, taps: Taps | None = None) -> Loss:
-    """Forward of one micro-batch on the model's device. `dtype`: of the head's product."""
+def batch_loss(model: K3, batch: Batch, dtype: torch.dtype, taps: Taps | None = None, *, mtp: bool = True) -> Loss:
+    """Forward of one micro-batch on the model's device. `dtype`: of the head's product; `mtp`: with that layer."""
     device = model.embed_tokens.weight.device
     tokens, targets = batch.tokens.to(device), batch.targets.to(device)
     layout = Layout.packed(batch.lengths, device)
     out = model(tokens, layout, logits="none", taps=taps)
     loss = linear_cross_entropy(out.hidden.to(dtype), model.lm_head.weight, targets)
     routes = dict(out.routes)
-    mtp, count = torch.zeros((), device=device), 0
-    for i, layer in enumerate(model.mtp):
+    second = torch.zeros((), device=device)
+    for i, layer in enumerate(model.mtp if mtp else ()):
         assert isinstance(layer, MTP)
         after = second_targets(targets, layout)
         embedded = model.embed_tokens(targets.clamp(min=0))  # the next token, where there is one
-        hidden, _, route = layer.predict(embedded, out.features, layout)
-        mtp = mtp + linear_cross_entropy(hidden.to(dtype), model.lm_head.weight, after)
-        count += int((after != NO_TARGET).sum())
+        hidden, _, route = layer.predict(embedded, out.features, layout, taps=taps)
+        second = second + linear_cross_entropy(hidden.to(dtype), model.lm_head.weight, after)
         if route is not None:
             routes[model.config.num_hidden_layers + i] = route
-    return Loss(loss, mtp, count, routes)
+    return Loss(loss, second, routes)
+
+
+def second_target_count(batch: Batch) -> int:
+    """The MTP layer's targets in a batch, on the host."""
+    return int((second_targets(batch.targets, Layout.packed(batch.lengths)) != NO_TARGET).sum())
 
 
 def second_targets(targets: Tensor, layout: Layout) -> Tensor:

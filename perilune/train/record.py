@@ -81,13 +81,23 @@ def payload(run: Run, earlier: Sequence[Run] = ()) -> dict[str, Any]:
         "runs": [curves(r) for r in (run, *earlier)],
         "steps": [r["step"] for r in binned(run.metrics)],
         "scalars": {
-            k: [r.get(k) for r in binned(run.metrics)] for k in ("lr", "grad_norm", "tokens_per_second", "max_logit")
+            k: [r.get(k) for r in binned(carried(run.metrics, "max_logit"))]
+            for k in ("lr", "grad_norm", "tokens_per_second", "max_logit")
         },
         "balance": balance(run),
         "loads": loads(run),
         "retention": retention(run),
         "attn_res": attn_res(run),
     }
+
+
+def carried(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """The records with the latest known `key` in each: what is looked at every few steps holds until the next look."""
+    held, filled = None, []
+    for record in records:
+        held = held if record.get(key) is None else record[key]
+        filled.append({**record, key: held})
+    return filled
 
 
 def curves(run: Run) -> dict[str, Any]:

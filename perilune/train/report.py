@@ -121,7 +121,7 @@ def samples(run: Run) -> list[dict[str, Any]]:
 def count(n: float) -> str:
     """2,779,931,837,184 -> 2.78T; below a thousand as it is."""
     for unit, value in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if abs(n) >= value:
+        if abs(n) >= 0.9995 * value:  # what rounds to one of the unit is one
             return f"{n / value:.3g}{unit}"
     return f"{n:g}"
 

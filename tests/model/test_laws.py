@@ -57,6 +57,11 @@ def model() -> K3:
     return make()
 
 
+@pytest.fixture(scope="module")
+def exact() -> K3:
+    return make().double()
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_pieces_equal_the_whole(name: str) -> None:
@@ -73,11 +78,13 @@ def test_pieces_equal_the_whole(name: str) -> None:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None)
 @torch.no_grad()
-def test_any_cut_of_any_batch(model: K3, lengths: list[int], seed: int) -> None:
-    """Several sequences advance by random pieces, sometimes by nothing, in one batch."""
+def test_any_cut_of_any_batch(exact: K3, lengths: list[int], seed: int) -> None:
+    """Several sequences advance by random pieces, sometimes by nothing, in one batch; in fp64, since a rounding that
+    flips a route is no wrong state."""
+    model = exact
     random = Random(seed)
     ids = [tokens(n, seed) for seed, n in enumerate(lengths)]
-    cache = Dense(model.config, len(lengths), dtype=torch.float32)
+    cache = Dense(model.config, len(lengths), dtype=torch.float64)
     logits: list[list[torch.Tensor]] = [[] for _ in lengths]
     while any(cache.lengths[s] < n for s, n in enumerate(lengths)):
         steps = [random.randint(0, min(17, n - cache.lengths[s])) for s, n in enumerate(lengths)]
@@ -89,7 +96,7 @@ def test_any_cut_of_any_batch(model: K3, lengths: list[int], seed: int) -> None:
             mine.append(part)
     for mine, x in zip(logits, ids):
         alone = model(x, Layout.packed([len(x)])).logits
-        torch.testing.assert_close(torch.cat(mine), alone, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.cat(mine), alone, atol=1e-9, rtol=0)
 
 
 @torch.no_grad()

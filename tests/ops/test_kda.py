@@ -297,3 +297,11 @@ def test_bf16_is_computed_in_fp32() -> None:
     want = kda(**{k: y.double() for k, y in x.items()}, lower_bound=-5.0, impl="reference")
     assert (final.double() - want[1]).norm() <= 1e-6 * want[1].norm()
     assert (o.double() - want[0]).norm() <= 3e-3 * want[0].norm()
+
+
+@pytest.mark.parametrize("sequences, length", [(8, 32), (4, 64), (16, 16), (3, 128), (1, 96)])
+def test_equal_packed_sequences_of_several_chunks(sequences: int, length: int) -> None:
+    """The packing of a training batch without document borders, which needs no index table."""
+    x = draw(T=sequences * length, seed=3)
+    x["state"] = torch.randn(sequences, 2, 16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    compare(x, {"lower_bound": -5.0, "lengths": [length] * sequences}, 1e-11, 1e-9)

@@ -66,7 +66,7 @@ def test_a_running_sandbox_outlives_its_server(runtime: Runtime) -> None:
     box.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", range(6))
 def test_a_server_killed_at_any_instant_loses_nothing(runtime: Runtime, seed: int) -> None:
     server, identity = _server(runtime.home, "pause")
@@ -85,7 +85,7 @@ def test_a_server_killed_at_any_instant_loses_nothing(runtime: Runtime, seed: in
     box.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_bombs_stay_inside(runtime: Runtime) -> None:
     with Sandbox.create(runtime=runtime, processes=200) as box, Sandbox.create(runtime=runtime) as neighbour:
         if not box.files.exists("/sys/fs/cgroup/sandbox/pids.max"):
@@ -161,7 +161,7 @@ def test_networks_come_and_go(runtime: Runtime) -> None:
     assert namespaces(ours) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_hundred_leave_nothing(runtime: Runtime) -> None:
     def machines() -> int:
         return sum(1 for p in Path("/proc").iterdir() if p.name.isdigit() and _is_ours(p, runtime.home))
@@ -187,7 +187,7 @@ def _is_ours(process: Path, home: Path) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_fifty_cycles_lose_nothing(runtime: Runtime) -> None:
     with Sandbox.create(runtime=runtime) as box:
         took = []

@@ -77,7 +77,7 @@ def test_it_learns_and_records(whole) -> None:
     assert records[-1]["loss"] < records[0]["loss"] - 0.2
     assert records[-1]["val_bpb"] and records[5]["val_bpb"] and records[4]["val_bpb"] is None
     assert all(len(r["max_violation"]) == 5 for r in records)  # four MoE layers and the MTP layer
-    assert records[-1]["max_logit"] > 0
+    assert records[0]["max_logit"] > 0 and records[10]["max_logit"] > 0 and records[1]["max_logit"] is None
     run = json.loads((whole / "run.json").read_text())
     assert run["parameters"]["active"] < run["parameters"]["total"]
     look = json.loads((whole / "inspect.jsonl").read_text().splitlines()[-1])
@@ -132,6 +132,26 @@ def test_another_runs_checkpoint_is_refused(data, tmp_path) -> None:
     stop_after(trainer(data, tmp_path, lr=0.02), 4)
     with pytest.raises(CheckpointError, match=r"train\.lr"):
         trainer(data, tmp_path, lr=0.01).run()
+
+
+def test_other_data_is_refused(data, tmp_path) -> None:
+    stop_after(trainer(data, tmp_path), 4)
+    changed = Prepared(data.path, data.train, data.held_out, {**data.index, "fingerprint": "another"})
+    with pytest.raises(CheckpointError, match="other data"):
+        trainer(changed, tmp_path).run()
+
+
+def test_qk_clip_reaches_every_attention_layer(data, tmp_path) -> None:
+    """The closing layers and the MTP layer: with a tiny ceiling all of them are scaled."""
+    run, loose = (trainer(data, tmp_path / str(c), qk_clip=c) for c in (1e-6, 1e6))
+    run.train_step()
+    loose.train_step()
+    names = [n for n, _ in run.model.named_parameters() if n.endswith("self_attn.kv_b_proj.weight")]
+    assert len(names) == 3
+    for name in names:
+        ours, theirs = run.model.get_parameter(name), loose.model.get_parameter(name)
+        nope = ours.view(2, 8 + 16, -1)[:, :8]
+        assert nope.norm() < 0.1 * theirs.view(2, 8 + 16, -1)[:, :8].norm(), name
 
 
 @pytest.mark.parametrize("balance", ["exact", "sign", "none"])

@@ -212,14 +212,16 @@ def _view(x: Tensor, plan: Plan) -> Tensor:
     """[B,T,heads,D] as chunks, heads before tokens: [..., heads, C, D], a view or one gather."""
     B, T, heads, D = x.shape
     if plan.tokens is None:
-        return x.reshape(B, T // plan.C, plan.C, heads, D).permute(1, 0, 3, 2, 4)
+        # Equal sequences, whether batched (B = N) or packed end to end (B = 1): step by step, as the scan walks.
+        return x.reshape(plan.N, -1, plan.C, heads, D).permute(1, 0, 3, 2, 4)
     return x.reshape(B * T, heads, D).index_select(0, plan.tokens).view(plan.M, plan.C, heads, D).transpose(1, 2)
 
 
 def _cut_shape(x: Tensor, plan: Plan) -> tuple[int, ...]:
     """The shape of `_view`."""
     B, T, heads, D = x.shape
-    return (T // plan.C, B, heads, plan.C, D) if plan.tokens is None else (plan.M, heads, plan.C, D)
+    steps = B * T // (plan.N * plan.C) if plan.tokens is None else 0
+    return (steps, plan.N, heads, plan.C, D) if plan.tokens is None else (plan.M, heads, plan.C, D)
 
 
 def _cut(x: Tensor, plan: Plan, factor_mC1: Tensor) -> Tensor:
@@ -232,10 +234,10 @@ def _cut(x: Tensor, plan: Plan, factor_mC1: Tensor) -> Tensor:
 
 def _joined(x_mCD: Tensor, shape: tuple[int, ...], dtype: torch.dtype, plan: Plan) -> Tensor:
     """[m,C,D] -> [B,T,heads,D] of this shape and dtype."""
-    B, T, heads, D = shape
+    heads, D = shape[2:]
     if plan.tokens is None:
         out = torch.empty(shape, dtype=dtype, device=x_mCD.device)
-        _view(out, plan).copy_(x_mCD.view(T // plan.C, B, heads, plan.C, D))
+        _view(out, plan).copy_(x_mCD.view(-1, plan.N, heads, plan.C, D))
         return out
     packed = x_mCD.view(plan.M, heads, plan.C, D).transpose(1, 2).reshape(plan.M * plan.C, heads, D)
     return packed[plan.slots].view(shape).to(dtype)
