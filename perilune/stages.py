@@ -10,7 +10,6 @@ again, a recipe continues where it was.
 """
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -174,11 +173,3 @@ def find_weights(path: Path) -> Path:
         if (candidate / "config.json").is_file():
             return candidate
     raise ConfigError(f"{path} holds no model: no config.json in it, its weights/ or a stage's.")
-
-
-def read_run(path: Path) -> dict[str, Any]:
-    """A run's resolved recipe. Raises RecipeError if there is none."""
-    file = Path(path) / "recipe.json"
-    if not file.is_file():
-        raise RecipeError(f"{path} is not a run: it holds no recipe.json.")
-    return json.loads(file.read_text())
