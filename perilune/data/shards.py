@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from perilune.data.options import DataError
+from perilune.model.shards import sync
 from perilune.tokenizer import Tokenizer
 
 INDEX, FORMAT = "index.json", 1
@@ -149,14 +150,6 @@ class Workspace:
         self.folder.rename(self.path)
         sync(self.path.parent)
         shutil.rmtree(self._old, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_split(folder: Path, split: str, documents: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> dict[str, Any]:

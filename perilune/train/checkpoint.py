@@ -14,7 +14,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import os
 import platform
 import random
 import re
@@ -33,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from perilune import __version__
+from perilune.model.shards import sync
 
 _STEP = re.compile(r"step-(\d{8,})")
 _NEW, _OLD, _TRASH = ".new-", ".old-", ".trash-"
@@ -205,7 +205,7 @@ def _fill(new: Path, step: int, copies: Mapping[str, Tensor], write_weights: Wri
     document = {"step": step, "trainer": trainer, "versions": versions(), "files": files}
     (new / "trainer.json").write_text(json.dumps(document, indent=1))
     for path in [*new.rglob("*"), new]:
-        _sync(path)
+        sync(path)
 
 
 def _publish(new: Path, final: Path) -> None:
@@ -214,7 +214,7 @@ def _publish(new: Path, final: Path) -> None:
     if final.exists():
         final.rename(aside)
     new.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -265,14 +265,6 @@ def _name(step: int) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- what else decides the future ---------------------------------------------------------------------------------
