@@ -15,7 +15,7 @@ from perilune.sandbox.agent import wire
 from perilune.sandbox.agent.client import Event, Inbox, Stream, check
 from perilune.sandbox.agent.wire import Change, Command, Entry, Op, Type
 from perilune.sandbox.catalogue import Network, Record
-from perilune.sandbox.errors import GuestError, NotFound, SandboxError, TimedOut
+from perilune.sandbox.errors import GuestError, InvalidRequest, NotFound, SandboxError, TimedOut
 from perilune.sandbox.live import Live
 from perilune.sandbox.runtime import Request, Runtime
 from perilune.sandbox.snapshot import Snapshot
@@ -380,6 +380,8 @@ class Sandbox:
             for child in sorted(source.iterdir()):
                 self.copy_in(child, f"{target.rstrip('/')}/{child.name}", user)
             return
+        if not source.is_file():
+            raise InvalidRequest(f"{source.name} is neither a file, a directory nor a link")
         with source.open("rb") as file:
             self.files.write(target, iter(lambda: file.read(1 << 18), b""), user, source.stat().st_mode & 0o777)
 

@@ -1,9 +1,13 @@
 """Archives from strangers: whiteouts do what they say, and nothing leaves the directory."""
 
+import codecs
 import contextlib
 import hashlib
 import io
 import json
+import os
+import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -12,9 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.sandbox.errors import InvalidRequest, SandboxError
+from perilune.sandbox.images import ext4
 from perilune.sandbox.images.recipe import parse
 from perilune.sandbox.images.source import Builder, image_defaults, tree_digest
 from perilune.sandbox.images.unpack import inside, unpack
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a confined process needs root (chroot)")
 
 
 def _tar(path: Path, members: list[tuple[str, str, str]]) -> Path:
@@ -51,6 +58,7 @@ def _layout(folder: Path, layers: list[Path], config: dict) -> Path:  # type: ig
     return folder
 
 
+@needs_root
 def test_an_oci_layout_becomes_a_tree(tmp_path: Path) -> None:
     lower = _tar(
         tmp_path / "lower.tar",
@@ -94,8 +102,9 @@ names = st.lists(st.sampled_from(["..", ".", "a", "b", "link", "/", ".wh.a", ".w
 member = st.tuples(st.sampled_from("fdlh"), names.map("/".join), names.map("/".join))
 
 
+@needs_root
 @given(st.lists(member, max_size=6), st.booleans())
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 def test_nothing_leaves_the_directory(
     tmp_path_factory: pytest.TempPathFactory, members: list[tuple[str, str, str]], whiteouts: bool
 ) -> None:
@@ -106,8 +115,74 @@ def test_nothing_leaves_the_directory(
     before = {path.name for path in folder.iterdir()} | {"root"}
     with contextlib.suppress(SandboxError):
         unpack(archive, folder / "root", whiteouts)
+    with contextlib.suppress(SandboxError):
+        ext4.prepare(folder / "root")
     assert {path.name for path in folder.iterdir()} <= before
     assert (folder / "a").read_text() == "outside" and not list((folder / "b").iterdir())
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["etc", "tmp", "home", "etc/passwd", "etc/hostname", "etc/sudoers.d"])
+def test_a_root_whose_links_point_to_the_host_changes_nothing_there(tmp_path: Path, name: str) -> None:
+    outside, tree = tmp_path / "outside", tmp_path / "tree"
+    outside.mkdir(mode=0o700)
+    (outside / "hostname").write_text("host")
+    (outside / "passwd").write_text("root:x:0:0::/:/bin/sh\n")
+    before = {path.name: path.read_text() for path in outside.iterdir()}
+    link = tree / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside / Path(name).name if name in ("etc/passwd", "etc/hostname") else outside)
+    with contextlib.suppress(InvalidRequest):
+        ext4.prepare(tree)
+    assert {path.name: path.read_text() for path in outside.iterdir()} == before
+    assert outside.stat().st_mode & 0o7777 == 0o700 and not (outside / "user").exists()
+
+
+@needs_root
+def test_links_within_the_root_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "usr" / "etc").mkdir(parents=True)
+    (tmp_path / "etc").symlink_to("/usr/etc")
+    ext4.prepare(tmp_path)
+    assert "user:x:1000" in (tmp_path / "usr" / "etc" / "passwd").read_text()
+
+
+@needs_root
+def test_a_library_of_the_archive_is_never_imported(tmp_path: Path) -> None:
+    """It brings a codec at our interpreter's path and a source file that asks for it, then makes extraction fail."""
+    evil = Path(codecs.__file__).parent / "encodings" / "evil.py"
+    source = Path(unpack.__code__.co_filename)
+    archive = _tar(
+        tmp_path / "x.tar",
+        [
+            ("f", str(evil).lstrip("/"), "open('/escaped', 'w')"),
+            ("f", str(source).lstrip("/"), "# coding: evil\n" * 300),
+            ("f", "plain", ""),
+            ("f", "plain/below", ""),
+        ],
+    )
+    with pytest.raises(InvalidRequest, match=r"x\.tar cannot be unpacked: .*Not a directory|File exists"):
+        unpack(archive, tmp_path / "root")
+    assert not (tmp_path / "root" / "escaped").exists()
+
+
+@needs_root
+def test_devices_are_left_out_and_zstd_is_read(tmp_path: Path) -> None:
+    archive = tmp_path / "x.tar"
+    with tarfile.open(archive, "w") as tar:
+        disk = tarfile.TarInfo("disk")
+        disk.type, disk.devmajor, disk.mode = tarfile.BLKTYPE, 8, 0o666
+        tar.addfile(disk)
+        tar.addfile(tarfile.TarInfo("after"))
+    unpack(archive, tmp_path / "plain")
+    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["after"]
+    if shutil.which("zstd"):
+        subprocess.run(["zstd", "-q", str(archive)], check=True)
+        unpack(tmp_path / "x.tar.zst", tmp_path / "packed")
+        assert [path.name for path in (tmp_path / "packed").iterdir()] == ["after"]
+        raw = (tmp_path / "x.tar.zst").read_bytes()
+        (tmp_path / "x.tar.zst").write_bytes(raw[:-8])
+        with pytest.raises(InvalidRequest, match=r"x\.tar\.zst cannot be unpacked"):
+            unpack(tmp_path / "x.tar.zst", tmp_path / "damaged")
 
 
 def test_links_resolve_inside(tmp_path: Path) -> None:

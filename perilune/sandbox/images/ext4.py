@@ -7,10 +7,24 @@ from pathlib import Path
 
 from perilune.sandbox.errors import InvalidRequest, SandboxError, SetupMissing
 from perilune.sandbox.files import temporary
+from perilune.sandbox.images import confined as cell
 
 
 def prepare(tree: Path) -> None:
     """What every guest needs in its root, whatever image it came from: mount points, host files, the user `user`."""
+    try:
+        cell.run(tree, "prepare")
+    except InvalidRequest as error:
+        raise InvalidRequest(f"the image is no root file system: {error}") from None
+
+
+def begin(_option: str) -> Path:
+    """Where a process confined to the tree finds it."""
+    return Path("/")
+
+
+def confined(tree: Path) -> None:
+    """Links of the tree are followed within it: an image's /etc may well be one."""
     for name in ("dev", "proc", "sys", "run", "tmp", "root", "etc"):
         if not (tree / name).is_symlink():
             (tree / name).mkdir(exist_ok=True)

@@ -1,19 +1,19 @@
 """Tar archives from strangers into a directory: nothing may leave it, whatever names, links and whiteouts it holds.
 
-A process of its own enters the directory by chroot before it reads the first name, so that the kernel, not our reading
-of paths, keeps `//etc`, `..` and links inside. Checking names alone is not enough: pathlib keeps a leading `//` as a
-root of its own, and joining it leaves the directory.
+Extraction happens in a process confined to the directory (confined.py). Device nodes are left out: a guest has a /dev
+of its own, and on this host they would open its disks.
 """
 
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import IO
 
 from perilune.sandbox.errors import InvalidRequest
+from perilune.sandbox.images import confined as cell
 
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 
@@ -77,9 +77,6 @@ def _place(archive: tarfile.TarFile, member: tarfile.TarInfo, root: Path, path: 
             shutil.copyfileobj(source, target, 1 << 20)
     elif member.isfifo():
         os.mkfifo(path)
-    elif member.ischr() or member.isblk():
-        kind = stat.S_IFCHR if member.ischr() else stat.S_IFBLK
-        os.mknod(path, kind | 0o600, os.makedev(member.devmajor, member.devminor))
 
 
 def _attributes(member: tarfile.TarInfo, path: Path) -> None:
@@ -93,21 +90,39 @@ def _attributes(member: tarfile.TarInfo, path: Path) -> None:
 def unpack(archive: Path, root: Path, whiteouts: bool = False) -> None:
     """Extract a tar (plain, gzip, bzip2, xz or zstd) under `root`; with `whiteouts`, as an image layer. Needs root."""
     root.mkdir(parents=True, exist_ok=True)
-    plain = _plain(archive)
-    with plain.open("rb") as file:
-        command = [sys.executable, "-m", __name__, str(root.absolute()), str(int(whiteouts))]
-        done = subprocess.run(command, stdin=file, capture_output=True, text=True)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["it ended without a reason"])[-1]
-        raise InvalidRequest(f"{archive.name} cannot be unpacked: {reason}")
+    option = "whiteouts" if whiteouts else ""
+    try:
+        with archive.open("rb", buffering=0) as file:
+            compressed = file.read(4) == b"\x28\xb5\x2f\xfd"
+            file.seek(0)
+            if compressed:
+                _unpack_zstd(file, root, option)
+            else:
+                cell.run(root, "unpack", option, file)
+    except (InvalidRequest, OSError) as error:
+        raise InvalidRequest(f"{archive.name} cannot be unpacked: {error}") from None
 
 
-def _confined(root: str, whiteouts: bool) -> None:
-    """In the child: enter `root`, then extract what comes on standard input."""
-    with tarfile.open(fileobj=sys.stdin.buffer, mode="r:*") as tar:  # codecs are loaded before the rest is out of reach
-        os.chroot(root)
-        os.chdir("/")
-        _extract(tar, Path("/"), whiteouts)
+def _unpack_zstd(file: IO[bytes], root: Path, option: str) -> None:
+    """Through the zstd program: tarfile reads the other compressions itself."""
+    with subprocess.Popen(["zstd", "-q", "-d", "-c"], stdin=file, stdout=subprocess.PIPE) as plain:
+        assert plain.stdout is not None
+        cell.run(root, "unpack", option, plain.stdout)
+        while plain.stdout.read(1 << 16):  # padding after the last member
+            pass
+    if plain.returncode:
+        raise InvalidRequest("zstd says that it is damaged")
+
+
+def begin(option: str) -> tuple[tarfile.TarFile, bool]:
+    """The archive on standard input, its compression recognised; and whether to apply whiteouts."""
+    whole = sys.stdin.buffer.seekable()
+    return tarfile.open(fileobj=sys.stdin.buffer, mode="r:*" if whole else "r|"), option == "whiteouts"
+
+
+def confined(begun: tuple[tarfile.TarFile, bool]) -> None:
+    """Extract into what is / by now."""
+    _extract(begun[0], Path("/"), begun[1])
 
 
 def _extract(tar: tarfile.TarFile, root: Path, whiteouts: bool) -> None:
@@ -115,6 +130,8 @@ def _extract(tar: tarfile.TarFile, root: Path, whiteouts: bool) -> None:
     for member in tar:
         path = inside(root, member.name)
         if path == root or (whiteouts and _whiteout(root, path)):
+            continue
+        if member.isdev() and not member.isfifo():
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         _place(tar, member, root, path)
@@ -125,22 +142,3 @@ def _extract(tar: tarfile.TarFile, root: Path, whiteouts: bool) -> None:
     for member, path in reversed(late):
         if path.is_dir() and not path.is_symlink():
             _attributes(member, path)
-
-
-def _plain(archive: Path) -> Path:
-    """The archive itself, or beside it what zstd makes of it (tarfile reads the other compressions)."""
-    with archive.open("rb") as file:
-        if file.read(4) != b"\x28\xb5\x2f\xfd":
-            return archive
-    plain = archive.with_suffix(".plain.tar")
-    done = subprocess.run(["zstd", "-q", "-d", "-f", str(archive), "-o", str(plain)], capture_output=True, text=True)
-    if done.returncode:
-        raise InvalidRequest(f"{archive.name} cannot be unpacked: {done.stderr.strip()}")
-    return plain
-
-
-if __name__ == "__main__":
-    try:
-        _confined(sys.argv[1], sys.argv[2] == "1")
-    except (tarfile.TarError, EOFError, OSError, InvalidRequest) as error:
-        sys.exit(str(error))
