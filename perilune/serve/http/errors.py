@@ -1,0 +1,69 @@
+"""Refusals in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, the message one clear sentence."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.responses import Response
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """Becomes a response of `status`. param: the offending key; code: OpenAI's word where it has one."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> "Reply":
+        return Reply(self.body, self.status, headers=self.headers)
+
+
+class Reply(Response):
+    """JSON. A lone surrogate, which a client may send and we may quote, has no UTF-8: it becomes a question mark."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def bad(param: str, problem: str, code: str | None = None) -> ApiError:
+    """400: `param` is what `problem` says."""
+    return ApiError(400, f"{param}: {problem}.", param=param, code=code)
+
+
+def of_validation(error: RequestValidationError) -> ApiError:
+    """The first thing pydantic found, as one sentence."""
+    first = error.errors()[0]
+    place = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid" or not place:
+        return ApiError(400, "The body must be a JSON object that parses.")
+    # a union names each alternative it tried after the key; the key is what the client knows
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _until_union(place)).lstrip(".")
+    return bad(param, first["msg"].removeprefix("Value error, ").removeprefix("Input "))
+
+
+def _until_union(place: list[Any]) -> list[Any]:
+    kept: list[Any] = []
+    for part in place:
+        if isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part):
+            break
+        kept.append(part)
+    return kept
