@@ -29,9 +29,9 @@ class Cache(Protocol):
 
     def write_kda(self, layer: int, layout: Layout, state: Tensor, tail: Tensor) -> None: ...
 
-    def extend_mla(self, layer: int, layout: Layout, latents: Tensor) -> Tensor:
+    def extend_mla(self, layer: int, layout: Layout, latents: Tensor) -> Tensor | None:
         """Append latents [T, R]; returns each sequence's whole context [N, L, R], L the longest, padding undefined
-        but finite."""
+        but finite. May be None for a fresh layout, whose context is the latents."""
         ...
 
     def advance(self, layout: Layout) -> None:

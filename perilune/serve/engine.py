@@ -1,164 +1,255 @@
 """The engine: requests in, one forward a step, tokens out.
 
-    submit -> waiting -> prefill -> decode, a token a step -> finished
+    submit -> waiting -> prefill in chunks -> decode -> finished;   step = schedule, forward, sample, publish
 
 Not thread safe: one thread owns it.
 """
 
+import secrets
 import time
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from perilune.model.cache import Dense, State
+from perilune.model.cache import State
 from perilune.model.net import K3
+from perilune.serve.paged import Paged
+from perilune.serve.pool import Geometry, Pool, default_block
 from perilune.serve.request import Delta, EngineOptions, Finish, Full, Request, Stats, TokenLogprob, Usage
 from perilune.serve.sampling import Row, logprobs, sample
+from perilune.serve.scheduler import Batch, Scheduler, Sequence
+
+_HEAD_ROWS = 256  # rows of logits at a time when a whole prompt wants its log-probabilities
 
 
 @dataclass
-class _Sequence:
-    request: Request
-    seed: int
-    slot: int = -1
-    computed: int = 0
-    output: list[int] = field(default_factory=list)
-    grammar: Any = None
-
-    @property
-    def tokens(self) -> list[int]:
-        return [*self.request.prompt, *self.output]
+class _Totals:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    last_batch: int = 0
 
 
 class Engine:
-    """Continuous batching over rows of one cache. See `request` for the words it speaks."""
+    """Continuous batching of requests over one model and one paged pool. See `request` for the words it speaks."""
 
     def __init__(self, model: K3, options: EngineOptions | None = None) -> None:
+        """Raises ValueError for options that this model cannot be served with."""
         self.model, self.options = model, options or EngineOptions()
-        weight = model.embed_tokens.weight
+        weight, o = model.embed_tokens.weight, self.options
         self.device = weight.device
-        self.context = self.options.context or model.config.max_position_embeddings
-        self.cache = Dense(model.config, self.options.max_batch, dtype=weight.dtype, device=self.device)
-        self._free = list(range(self.options.max_batch))
-        self._waiting: deque[_Sequence] = deque()
-        self._running: dict[str, _Sequence] = {}
+        self.context = min(o.context or model.config.max_position_embeddings, model.config.max_position_embeddings)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        geometry = Geometry(model.config, o.block_tokens or default_block(model.config), weight.dtype, wide)
+        pool = Pool(geometry, _pages(geometry, o), self.device)
+        self.scheduler = Scheduler(Paged(pool, o.max_batch, self.context), o, self.context)
+        self._here: dict[str, Sequence] = {}
         self._ended: list[Delta] = []
-        self._totals = {"prompt_tokens": 0, "completion_tokens": 0, "steps": 0}
-        self._last = (0.0, 0)
+        self._totals = _Totals()
+
+    # --- what others call -----------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._running or self._ended)
+        return bool(self._here or self._ended)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for one that can never run, Full when the queue is."""
-        vocab = self.model.config.vocab_size
-        if not request.prompt:
-            raise ValueError("The prompt is empty; give at least one token.")
-        if len(request.prompt) > self.context:
-            raise ValueError(f"The prompt is {len(request.prompt)} tokens long; the context holds {self.context}.")
-        if not all(0 <= token < vocab for token in request.prompt):
-            raise ValueError(f"The prompt holds ids outside the vocabulary of {vocab}.")
-        if request.id in self._running or any(s.request.id == request.id for s in self._waiting):
-            raise ValueError(f"A request named {request.id!r} is already here.")
-        if len(self._waiting) >= self.options.max_waiting:
-            raise Full(f"{len(self._waiting)} requests are waiting; try again later.")
+        """Queue a request. Raises ValueError for one that can never run, Full when the queue's budget is spent."""
+        self._check(request)
+        if len(self.scheduler.waiting) >= self.options.max_waiting:
+            raise Full(f"{len(self.scheduler.waiting)} requests are waiting; try again later.")
         seed = request.sampling.seed
-        sequence = _Sequence(request, int(torch.seed() % 2**63) if seed is None else seed)
+        sequence = self.scheduler.add(request, secrets.randbits(63) if seed is None else seed)
         if request.sampling.grammar is not None:
             sequence.grammar = request.sampling.grammar.start()
-        self._waiting.append(sequence)
+        self._here[request.id] = sequence
+        self._totals.prompt_tokens += len(request.prompt)
 
-    def cancel(self, id: str, finish: Finish = "cancelled") -> None:
+    def cancel(self, id: str, finish: Finish = "cancelled", message: str = "") -> None:
         """End a request now; the next step returns its last Delta with this reason. Unknown ids are ignored."""
-        for sequence in [s for s in (*self._waiting, *self._running.values()) if s.request.id == id]:
-            self._ended.append(self._end(sequence, (), (), finish))
+        if id in self._here:
+            self._ended.append(self._end(self._here[id], finish, message=message))
 
     def export(self, id: str) -> State:
-        """A running request's past as a value. Raises KeyError when it is not running."""
-        return self.cache.export(self._running[id].slot)
+        """A running request's past as a value. Raises KeyError when no pages are held for it now."""
+        s = self._here[id]
+        if s.row < 0:
+            raise KeyError(f"{id!r} is waiting; it has no state yet.")
+        return self._export(s)
 
     def stats(self) -> Stats:
-        seconds, batch = self._last
+        sched, usage = self.scheduler, self.scheduler.pool.usage()
         return Stats(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            step_seconds=seconds,
-            last_batch=batch,
-            **self._totals,
+            running=len(sched.running),
+            waiting=len(sched.waiting),
+            pages=sum(usage.values()),
+            pages_running=usage["held"],
+            pages_cached=usage["cached"],
+            pages_free=usage["free"],
+            page_tokens=sched.geometry.page_tokens,
+            match_tokens=sched.geometry.block_tokens,
+            hit_tokens=sched.hit_tokens,
+            offload_tokens=sched.offload_tokens,
+            preemptions=sched.preemptions,
+            evictions=sched.pool.evictions,
+            **vars(self._totals),
         )
+
+    def flush(self) -> None:
+        """Forget every cached prefix: call it when the weights have changed."""
+        self.scheduler.pool.clear()
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
-        """One forward: a prefill while requests wait and rows are free, else a token for every running one."""
+        """One forward for one scheduled batch; what it added to each request, and what ended since the last step."""
         ended, self._ended = self._ended, []
         started = time.perf_counter()
-        batch = self._admit() or list(self._running.values())
-        if batch:
-            ended += self._forward(batch)
-            self._totals["steps"] += 1
-            self._last = (time.perf_counter() - started, len(batch))
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            ended += self._run(batch)
+            self._totals.steps += 1
+            self._totals.last_batch = len(batch.sequences)
+            self._totals.step_seconds = time.perf_counter() - started
         return ended
 
-    def _admit(self) -> list[_Sequence]:
-        batch: list[_Sequence] = []
-        budget = self.options.token_budget
-        while self._waiting and self._free and (not batch or len(self._waiting[0].request.prompt) <= budget):
-            sequence = self._waiting.popleft()
-            sequence.slot = self._free.pop()
-            self.cache.reset(sequence.slot)
-            if sequence.request.state is not None:
-                self.cache.load(sequence.slot, sequence.request.state)
-                sequence.computed = sequence.request.state.length
-            self._running[sequence.request.id] = sequence
-            self._totals["prompt_tokens"] += len(sequence.request.prompt)
-            budget -= len(sequence.request.prompt)
-            batch.append(sequence)
-        return batch
+    # --- a step ---------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: list[_Sequence]) -> list[Delta]:
-        news = [s.tokens[s.computed :] for s in batch]
-        layout = self.cache.layout([len(n) for n in news], [s.slot for s in batch])
-        feed = torch.tensor([t for n in news for t in n], device=self.device)
-        out = self.model(feed, layout, self.cache, logits="last")
-        assert out.logits is not None
-        rows = [self._row(s) for s in batch]
-        tokens = sample(out.logits, rows)
-        return [self._accept(s, len(n), t, out.logits[i]) for i, (s, n, t) in enumerate(zip(batch, news, tokens))]
+    def _run(self, batch: Batch) -> list[Delta]:
+        hidden = self._forward(batch)
+        ends = torch.tensor(batch.lengths).cumsum(0)
+        done = []
+        for s, n, end in zip(batch.sequences, batch.lengths, ends.tolist()):
+            self._hear(s, hidden[end - n : end])
+            self.scheduler.written(s, n)
+            if s.pending == 0:
+                done.append((s, end - 1))
+        return self._sample([s for s, _ in done], hidden[[at for _, at in done]]) if done else []
 
-    def _row(self, s: _Sequence) -> Row:
-        grammar = s.request.sampling.grammar
-        mask = None if grammar is None else torch.as_tensor(grammar.mask(s.grammar))
-        position = len(s.request.prompt) + len(s.output)
-        return Row(s.request.sampling, s.seed, position, s.request.prompt, s.output, mask)
+    def _forward(self, batch: Batch) -> Tensor:
+        """hidden [T, width] of the batch's tokens."""
+        past = [s.computed for s in batch.sequences]
+        news = [s.tokens[p : p + n] for s, p, n in zip(batch.sequences, past, batch.lengths)]
+        feed = torch.tensor([t for new in news for t in new], device=self.device)
+        layout = self.scheduler.paged.layout(batch.lengths, [s.row for s in batch.sequences], past)
+        return self.model(feed, layout, self.scheduler.paged, logits="none").hidden
 
-    def _accept(self, s: _Sequence, new: int, token: int, logits_V: Tensor) -> Delta:
-        rules = s.request.sampling
-        s.computed += new
-        if rules.max_tokens == 0:
-            return self._end(s, (), (), "length")
-        s.output.append(token)
-        self._totals["completion_tokens"] += 1
+    def _hear(self, s: Sequence, hidden: Tensor) -> None:
+        """Log-probabilities of the prompt tokens that these positions (the next ones of s) predict."""
+        top, prompt = s.request.sampling.prompt_logprobs, s.request.prompt
+        if top is None:
+            return
+        s.heard = s.heard or [None]
+        first, last = len(s.heard), min(len(prompt), s.computed + 1 + len(hidden))
+        for at in range(first, last, _HEAD_ROWS):
+            tokens = prompt[at : min(at + _HEAD_ROWS, last)]
+            rows = hidden[at - 1 - s.computed :][: len(tokens)]
+            s.heard += logprobs(self.model.lm_head(rows), tokens, top)
+
+    def _sample(self, sequences: list[Sequence], hidden: Tensor) -> list[Delta]:
+        """The next token of each sequence, from the hidden row of its last."""
+        said: list[Delta] = []
+        ready: list[tuple[int, Sequence, Row]] = []
+        for i, s in enumerate(sequences):
+            if s.request.sampling.max_tokens == 0:
+                said.append(self._end(s, "length"))
+                continue
+            try:
+                ready.append((i, s, self._row(s)))
+            except ValueError as error:
+                said.append(self._end(s, "error", message=str(error)))
+        if not ready:
+            return said
+        logits = self.model.lm_head(hidden[[i for i, _, _ in ready]])
+        tokens = sample(logits, [row for _, _, row in ready])
+        return said + [self._accept(s, [t], logits[i : i + 1]) for i, ((_, s, _), t) in enumerate(zip(ready, tokens))]
+
+    def _row(self, s: Sequence) -> Row:
+        """Raises ValueError when the grammar allows nothing."""
+        rules, mask = s.request.sampling, None
         if rules.grammar is not None:
-            s.grammar = rules.grammar.advance(s.grammar, token)
-        said = () if rules.logprobs is None else tuple(logprobs(logits_V.unsqueeze(0), [token], rules.logprobs))
-        if token in rules.stop_ids or (token == self.model.config.eos_token_id and not rules.ignore_eos):
-            return self._end(s, (token,), said, "stop")
-        if len(s.output) >= rules.max_tokens or len(s.tokens) >= self.context:
-            return self._end(s, (token,), said, "length")
-        return Delta(s.request.id, (token,), said, usage=self._usage(s))
+            mask = torch.as_tensor(rules.grammar.mask(s.grammar))
+            if not bool(mask.any()):
+                raise ValueError("The grammar allows no token here.")
+        if not rules.penalised:
+            return Row(rules, s.seed, len(s.tokens), mask=mask)
+        return Row(rules, s.seed, len(s.tokens), s.request.prompt, s.output, mask)
 
-    def _usage(self, s: _Sequence) -> Usage:
-        return Usage(len(s.request.prompt), completion_tokens=len(s.output))
+    def _accept(self, s: Sequence, tokens: list[int], logits: Tensor) -> Delta:
+        """Append sampled tokens up to the first that ends the text."""
+        rules = s.request.sampling
+        finish: Finish | None = None
+        stops = rules.stop_ids if rules.ignore_eos else rules.stop_ids | {self.model.config.eos_token_id}
+        room = min(rules.max_tokens + len(s.request.prompt), self.context) - len(s.tokens)
+        for i, token in enumerate(tokens):
+            s.tokens.append(token)
+            if rules.grammar is not None:
+                s.grammar = rules.grammar.advance(s.grammar, token)
+            if token in stops or i + 1 >= room:
+                tokens, finish = tokens[: i + 1], "stop" if token in stops else "length"
+                break
+        self._totals.completion_tokens += len(tokens)
+        said = () if rules.logprobs is None else tuple(logprobs(logits[: len(tokens)], tokens, rules.logprobs))
+        if finish is not None:
+            return self._end(s, finish, tuple(tokens), said)
+        return Delta(s.request.id, tuple(tokens), said, usage=_usage(s), prompt_logprobs=_heard(s))
 
-    def _end(self, s: _Sequence, tokens: tuple[int, ...], said: tuple[TokenLogprob, ...], finish: Finish) -> Delta:
-        state = self.cache.export(s.slot) if s.request.keep_state and s.slot >= 0 else None
-        if s.slot >= 0:
-            self._free.append(s.slot)
-            del self._running[s.request.id]
-        else:
-            self._waiting.remove(s)
-        return Delta(s.request.id, tokens, said, finish, usage=self._usage(s), state=state)
+    def _end(
+        self,
+        s: Sequence,
+        finish: Finish,
+        tokens: tuple[int, ...] = (),
+        said: tuple[TokenLogprob, ...] = (),
+        message: str = "",
+    ) -> Delta:
+        state = self._export(s) if s.request.keep_state and s.row >= 0 else None
+        self.scheduler.finish(s)
+        del self._here[s.request.id]
+        return Delta(s.request.id, tokens, said, finish, message, _usage(s), _heard(s), state)
+
+    def _export(self, s: Sequence) -> State:
+        return self.scheduler.paged.export(s.state, s.pages, s.computed)
+
+    def _check(self, request: Request) -> None:
+        vocab, prompt, state = self.model.config.vocab_size, request.prompt, request.state
+        if not prompt:
+            raise ValueError("The prompt is empty; give at least one token.")
+        if len(prompt) > self.context:
+            raise ValueError(f"The prompt is {len(prompt)} tokens long; the context holds {self.context}.")
+        if not all(0 <= token < vocab for token in prompt):
+            raise ValueError(f"The prompt holds ids outside the vocabulary of {vocab}.")
+        if not all(0 <= token < vocab for token in request.sampling.logit_bias):
+            raise ValueError(f"logit_bias names ids outside the vocabulary of {vocab}.")
+        if request.id in self._here:
+            raise ValueError(f"A request named {request.id!r} is already here.")
+        if state is None:
+            return
+        if state.length >= len(prompt):
+            raise ValueError(f"The state covers {state.length} tokens; the prompt must have at least one more.")
+        if request.sampling.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs need the whole prompt computed, which an imported state leaves out.")
+        self.scheduler.paged.check(state)
+
+
+def _usage(s: Sequence) -> Usage:
+    prompt = len(s.request.prompt)
+    return Usage(prompt, min(s.cached or 0, prompt), len(s.tokens) - prompt, s.drafted, s.accepted)
+
+
+def _heard(s: Sequence) -> tuple[TokenLogprob | None, ...] | None:
+    """The prompt's log-probabilities, once."""
+    if s.request.sampling.prompt_logprobs is None or s.told:
+        return None
+    s.told = True
+    return tuple(s.heard)
+
+
+def _pages(g: Geometry, o: EngineOptions) -> int:
+    """Pages of the pool: as many as pool_bytes holds, or for pool_tokens of context and two states a request."""
+    if o.pool_bytes is not None:
+        return o.pool_bytes // g.page_bytes
+    states = 2 * o.max_batch * g.pages("kda")
+    return 1 + states + max(g.blocks_for(o.pool_tokens), o.max_batch) * g.pages("mla")

@@ -81,8 +81,8 @@ class Sampling:
         ):
             if not ok:
                 raise ValueError(f"{name} must be {rule}, not {getattr(self, name)}.")
-        if any(math.isnan(bias) for bias in self.logit_bias.values()):
-            raise ValueError("logit_bias must hold numbers, not NaN.")
+        if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
+            raise ValueError("logit_bias must hold finite numbers.")
 
     @property
     def penalised(self) -> bool:

@@ -38,11 +38,8 @@ def uniform(seed: int, position: int, purpose: str) -> float:
 
 
 def distribution(logits_NV: Tensor, rows: Sequence[Row]) -> Tensor:
-    """What each row's token is drawn from: fp32 [N, V], rows sum to 1; greedy rows are one-hot.
-
-    Raises ValueError when a row's grammar or bias allows nothing.
-    """
-    logits = logits_NV.float()
+    """What each row's token is drawn from: fp32 [N, V], rows sum to 1; greedy rows are one-hot."""
+    logits = _wide(logits_NV)
     if any(r.mask is not None or r.sampling.logit_bias or r.sampling.penalised for r in rows):
         logits = torch.stack([_adjust(x, row) for x, row in zip(logits, rows)])
     cold = [i for i, r in enumerate(rows) if r.sampling.temperature == 0]
@@ -56,6 +53,10 @@ def distribution(logits_NV: Tensor, rows: Sequence[Row]) -> Tensor:
     if cold:
         probs[cold] = _one_hot(logits[cold])
     return probs
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _one_hot(logits: Tensor) -> Tensor:
@@ -72,8 +73,6 @@ def _adjust(logits_V: Tensor, row: Row) -> Tensor:
         x = _penalise(x, row)
     if row.mask is not None:
         x = x.masked_fill(~row.mask.to(x.device), -torch.inf)
-    if not bool((x > -torch.inf).any()):
-        raise ValueError("No token is allowed: the grammar and logit_bias exclude the whole vocabulary.")
     return x
 
 
@@ -127,7 +126,7 @@ def sample(logits_NV: Tensor, rows: Sequence[Row]) -> list[int]:
 
 def logprobs(logits_NV: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
     """Each token under the model's own distribution, and the `top` likeliest."""
-    logp = torch.log_softmax(logits_NV.float(), -1)
+    logp = torch.log_softmax(_wide(logits_NV), -1)
     ids = torch.tensor(tokens, device=logp.device).unsqueeze(1)
     own = logp.gather(1, ids)
     ranks = (logp > own).sum(-1) + 1

@@ -1,0 +1,147 @@
+"""`Paged`: the model's Cache protocol in place, on the pages of a pool.
+
+Each running request owns a row of two page tables, which are static buffers: kda_pages [layers, rows] and mla_pages
+[layers, rows, pages a row]. A `Pages` layout carries the rows of one batch; the forward reads no other indices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from perilune.model.cache import State
+from perilune.model.layout import Layout
+from perilune.serve.pool import Block, Pool
+
+
+@dataclass(frozen=True)
+class Pages(Layout):
+    """A batch on a pool: kda_pages [KDA layers, N], mla_pages [MLA layers, N, J], page_tokens P."""
+
+    kda_pages: Tensor = field(default_factory=lambda: torch.empty(0))
+    mla_pages: Tensor = field(default_factory=lambda: torch.empty(0))
+    page_tokens: int = 1
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """For each new token [T]: its page in every MLA layer [layers, T], its offset there."""
+        at = torch.div(self.position_of, self.page_tokens, rounding_mode="floor")
+        return self.mla_pages[:, self.sequence_of, at], self.position_of - at * self.page_tokens
+
+    @cached_property
+    def longest(self) -> int:
+        return max(p + n for p, n in zip(self.past, self.lengths))
+
+
+class Paged:
+    """Rows of page tables over a pool. The scheduler assigns blocks; the model's layers read and write through them."""
+
+    def __init__(self, pool: Pool, rows: int, context: int) -> None:
+        self.pool, self.geometry = pool, pool.geometry
+        g, device = self.geometry, pool.memory.device
+        self.wide = torch.float64 if g.dtype == torch.float64 else torch.float32
+        self._kda = {layer: i for i, layer in enumerate(g.kda_layers)}
+        self._mla = {layer: i for i, layer in enumerate(g.mla_layers)}
+        self.kda_pages = torch.zeros(len(self._kda), rows, dtype=torch.int64, device=device)
+        self.mla_pages = torch.zeros(len(self._mla), rows, g.blocks_for(context), dtype=torch.int64, device=device)
+
+    # --- the tables -----------------------------------------------------------------------------------------
+
+    def assign(self, row: int, state: Block | None, latents: Sequence[Block], start: int = 0) -> None:
+        """Give a row its state's pages and its latents' from block `start` on."""
+        if state is not None:
+            self.kda_pages[:, row] = torch.tensor(state.pages, device=self.kda_pages.device)
+        if latents and self._mla:
+            pages = torch.tensor([b.pages for b in latents], device=self.mla_pages.device)
+            self.mla_pages[:, row, start : start + len(latents)] = pages.T
+
+    def release(self, row: int) -> None:
+        """Point a row at the zero page, so that a stale read is plainly wrong."""
+        self.kda_pages[:, row] = 0
+        self.mla_pages[:, row] = 0
+
+    def layout(self, lengths: Sequence[int], rows: Sequence[int], past: Sequence[int]) -> Pages:
+        """The batch that appends lengths[i] tokens to row rows[i], which holds past[i]."""
+        plain = Layout.cached(lengths, rows, past, self.kda_pages.device)
+        assert plain.slots is not None
+        reach = self.geometry.blocks_for(max(p + n for p, n in zip(past, lengths)))
+        tables = self.kda_pages[:, plain.slots], self.mla_pages[:, plain.slots, :reach]
+        return Pages(plain.lengths, plain.cu_seqlens, plain.slots, plain.past, *tables, self.geometry.page_tokens)
+
+    # --- the Cache protocol ---------------------------------------------------------------------------------
+
+    def read_kda(self, layer: int, layout: Layout) -> tuple[Tensor, Tensor]:
+        assert isinstance(layout, Pages)
+        pages = layout.kda_pages[self._kda[layer]]
+        return self.pool.states[pages].to(self.wide), self.pool.tails[pages].flatten(1, 3)
+
+    def write_kda(self, layer: int, layout: Layout, state: Tensor, tail: Tensor) -> None:
+        assert isinstance(layout, Pages)
+        pages, tails = layout.kda_pages[self._kda[layer]], self.pool.tails
+        self.pool.states[pages] = state.to(self.pool.states.dtype)
+        tails[pages] = tail.to(tails.dtype).view(-1, *tails.shape[1:])
+
+    def extend_mla(self, layer: int, layout: Layout, latents: Tensor) -> Tensor | None:
+        assert isinstance(layout, Pages)
+        i, stored = self._mla[layer], self.pool.latents
+        pages, offsets = layout.places
+        stored[pages[i], offsets] = latents.to(stored.dtype)
+        if layout.fresh:
+            return None
+        return stored[layout.mla_pages[i]].flatten(1, 2)[:, : layout.longest]
+
+    def advance(self, layout: Layout) -> None:
+        """Lengths are the scheduler's: nothing to do."""
+
+    # --- states as values -----------------------------------------------------------------------------------
+
+    def clear(self, state: Block) -> None:
+        """The state before the first token."""
+        index = torch.tensor(state.pages, device=self.kda_pages.device)
+        self.pool.memory[index] = 0
+
+    def copy_latents(self, source: Block, target: Block, tokens: int, origin: Pool | None = None) -> None:
+        """The first `tokens` of a page, in every MLA layer."""
+        theirs = (origin or self.pool).latents
+        device = self.pool.memory.device
+        for a, b in zip(source.pages, target.pages):
+            self.pool.latents[b, :tokens] = theirs[a, :tokens].to(device, non_blocking=True)
+
+    def export(self, state: Block | None, latents: Sequence[Block], length: int) -> State:
+        """A copy of what the blocks hold of the first `length` tokens."""
+        pages = dict(zip(self._kda, state.pages)) if state is not None else {}
+        kda = {layer: self.pool.states[p].to(self.wide, copy=True).contiguous() for layer, p in pages.items()}
+        conv = {layer: self.pool.tails[p].flatten(0, 2).clone() for layer, p in pages.items()}
+        mla = {}
+        for i, layer in enumerate(self._mla):
+            index = torch.tensor([b.pages[i] for b in latents], dtype=torch.int64, device=self.kda_pages.device)
+            mla[layer] = self.pool.latents[index].flatten(0, 1)[:length].clone()
+        return State(length, kda, conv, mla)
+
+    def load(self, value: State, state: Block | None, latents: Sequence[Block]) -> None:
+        """Write a State into blocks; `check` has passed. Latents of a draft that it lacks are zero."""
+        if state is not None:
+            for layer, page in zip(self._kda, state.pages):
+                self.pool.states[page] = value.kda[layer].to(self.pool.states)
+                self.pool.tails[page] = value.conv[layer].to(self.pool.tails).view(self.pool.tails.shape[1:])
+        for i, layer in enumerate(self._mla):
+            theirs = value.mla.get(layer)
+            for j, part in enumerate(() if theirs is None else theirs.split(self.geometry.page_tokens)):
+                self.pool.latents[latents[j].pages[i], : len(part)] = part.to(self.pool.latents)
+
+    def check(self, value: State) -> None:
+        """Raise ValueError naming the first layer of a State that does not fit this model."""
+        c = self.geometry.config
+        want = {
+            "kda": (self._kda, value.kda, (c.kda_num_heads, c.kda_head_dim, c.kda_head_dim)),
+            "conv": (self._kda, value.conv, (3 * c.kda_width, c.short_conv_kernel_size - 1)),
+            "mla": (c.mla_layers, value.mla, (value.length, c.latent_width)),
+        }
+        for name, (layers, values, shape) in want.items():
+            for layer in layers:
+                x = values.get(layer)
+                if x is None or tuple(x.shape) != shape:
+                    found = "is missing" if x is None else f"is {tuple(x.shape)}, not {shape}"
+                    raise ValueError(f"The request's state {found} in {name} of layer {layer}.")
