@@ -34,7 +34,7 @@ def _one_sentence(command: Callable[..., Any]) -> Callable[..., Any]:
         except ModuleNotFoundError as error:  # the base install is light
             if error.name is None or error.name.startswith("perilune"):
                 raise
-            sentence = f"{error.name} is not installed; this command needs pip install 'perilune[train]'."
+            sentence = f"{error.name} is not installed; this command needs pip install 'perilune[all]'."
         except RuntimeError as error:
             if type(error) is RuntimeError:  # torch's own: not a user's mistake
                 raise
@@ -137,6 +137,68 @@ def generate(
     for piece in pieces:
         typer.echo(piece, nl=False)
     typer.echo()
+
+
+@app.command()
+@_one_sentence
+def serve(
+    where: Where,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 picks a free one and logs it.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name in the API; the directory's by default.")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(envvar="PERILUNE_API_KEY", help="Opens /v1.")] = None,
+    context: Annotated[int | None, typer.Option(help="Longest sequence; the model's by default.")] = None,
+    max_batch: Annotated[int, typer.Option(help="Requests running at once.")] = 32,
+    max_waiting: Annotated[int, typer.Option(help="Requests in the queue before 429.")] = 1024,
+    max_tokens: Annotated[int | None, typer.Option(help="Answer length where a request names none.")] = None,
+    pool_tokens: Annotated[int, typer.Option(help="Tokens of context the pool holds.")] = 65536,
+    block_tokens: Annotated[int | None, typer.Option(help="Prefix-hash block.")] = None,
+    token_budget: Annotated[int, typer.Option(help="New prompt tokens a step.")] = 2048,
+    offload_gb: Annotated[float, typer.Option(help="CPU memory for idle prefixes.")] = 0.0,
+    speculate: Annotated[int, typer.Option(help="Tokens drafted a step by the MTP layer.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; by default what the device likes.")] = None,
+    prefix_cache: bool = True,
+    cuda_graphs: bool = True,
+    strict_vendor: Annotated[bool, typer.Option(help="Refuse sampling the hosted API fixes.")] = False,
+    drain_seconds: Annotated[float, typer.Option(help="For running requests after SIGTERM.")] = 60.0,
+) -> None:
+    """Serve a model: the OpenAI API under /v1, a chat page at /. SIGTERM lets running requests finish."""
+    import torch
+
+    from perilune.serve.engine import Engine
+    from perilune.serve.http import ServeOptions, Service
+    from perilune.serve.http import serve as run_server
+    from perilune.serve.request import EngineOptions
+    from perilune.serve.worker import Worker
+    from perilune.talk import open_model
+
+    floats = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtype = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+    if dtype not in floats:
+        raise ValueError("--dtype is float32 or bfloat16.")
+    model, tokenizer = open_model(where, floats[dtype])
+    sizes = EngineOptions(
+        pool_tokens=pool_tokens,
+        block_tokens=block_tokens,
+        context=context,
+        token_budget=token_budget,
+        max_batch=max_batch,
+        max_waiting=max_waiting,
+        prefix_cache=prefix_cache,
+        offload_bytes=int(offload_gb * 1e9),
+        speculate=speculate,
+        cuda_graphs=cuda_graphs,
+    )
+    manners = ServeOptions(
+        name=name or where.resolve().name,
+        api_keys=frozenset(api_key or ()),
+        max_tokens=max_tokens,
+        strict_vendor=strict_vendor,
+        drain_seconds=drain_seconds,
+    )
+    engine = Engine(model, sizes)
+    service = Service(Worker(engine), tokenizer, engine.context, model.config.vocab_size, manners)
+    run_server(service, host, port)
 
 
 @app.command()

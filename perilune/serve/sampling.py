@@ -111,7 +111,7 @@ def draw(probs_NV: Tensor, uniforms: Sequence[float]) -> list[int]:
     u = torch.tensor(uniforms, dtype=torch.float64, device=probs_NV.device).unsqueeze(1)
     picked = torch.searchsorted(running, u * running[:, -1:], right=True).squeeze(1)
     # u·Σp can round up to Σp itself: then the last id with any mass.
-    last = torch.searchsorted(running, running[:, -1:]).squeeze(1)
+    last = torch.searchsorted(running, running[:, -1:].contiguous()).squeeze(1)
     return torch.minimum(picked, last).tolist()
 
 

@@ -165,7 +165,7 @@ class Worker:
                 self._refresh()
             except Exception as error:
                 log.exception("the engine failed")
-                self._fail(f"The engine failed: {type(error).__name__}: {error}")
+                self._fail(f"The engine failed ({type(error).__name__}: {error}).")
 
     def _obey(self, busy: bool) -> None:
         """All waiting commands; idle, wait for the first."""

@@ -137,6 +137,8 @@ class Live:
     url: str
     worker: Worker
     service: Service
+    document: Any = None  # OpenAPI
+    session: Any = None  # an httpx client
 
 
 def soon(condition: Callable[[], bool], seconds: float = 5.0) -> bool:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from perilune import __version__
 from perilune.chat import ChatError, read_request, render
 from perilune.serve.http.answer import answer
-from perilune.serve.http.errors import ApiError, Reply, bad, of_validation
+from perilune.serve.http.errors import UNPARSED, ApiError, Reply, bad, of_validation
 from perilune.serve.http.gate import Gate
 from perilune.serve.http.schema import ChatBody, CompletionBody, TokenizeBody
 from perilune.serve.http.service import Job, Service, chat_job, completion_job, unavailable
@@ -121,7 +121,11 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_routing(http: Request, error: HTTPException) -> Response:
-        words = {404: f"There is nothing at {http.url.path}.", 405: f"{http.url.path} does not take {http.method}."}
+        words = {
+            400: UNPARSED,
+            404: f"There is nothing at {http.url.path}.",
+            405: f"{http.url.path} does not take {http.method}.",
+        }
         return ApiError(error.status_code, words.get(error.status_code, str(error.detail))).response()
 
     @app.exception_handler(Exception)

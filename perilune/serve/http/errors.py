@@ -7,6 +7,7 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
+UNPARSED = "The body must be a JSON object that parses."
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -49,21 +50,23 @@ def bad(param: str, problem: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: {problem}.", param=param, code=code)
 
 
+# Keys that take several kinds of value: pydantic would report on each kind it tried.
+_KINDS = {
+    "stop": "must be a string, or at most 16 of them, none empty or longer than 1024 characters",
+    "prompt": "must be text, token ids, or an array of 1 to 64 of either",
+    "tool_choice": "must be auto, none, required or an object that names a function",
+    "thinking": "must be an object or a boolean",
+}
+
+
 def of_validation(error: RequestValidationError) -> ApiError:
     """The first thing pydantic found, as one sentence."""
     first = error.errors()[0]
     place = [part for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid" or not place:
-        return ApiError(400, "The body must be a JSON object that parses.")
-    # a union names each alternative it tried after the key; the key is what the client knows
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _until_union(place)).lstrip(".")
-    return bad(param, first["msg"].removeprefix("Value error, ").removeprefix("Input "))
-
-
-def _until_union(place: list[Any]) -> list[Any]:
-    kept: list[Any] = []
-    for part in place:
-        if isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part):
-            break
-        kept.append(part)
-    return kept
+        return ApiError(400, UNPARSED)
+    key = str(place[0])
+    if key in _KINDS and first["type"] != "missing":
+        return bad(key, _KINDS[key])
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    return bad(param, first["msg"].removeprefix("Input "))

@@ -39,7 +39,7 @@ class Gate:
 
         try:
             self._admit(scope["path"], headers)
-            await self._app(scope, self._limited(receive), answer)
+            await self._app(scope, await self._whole(receive), answer)
         except ApiError as error:
             await error.response()(scope, receive, answer)
         finally:
@@ -59,22 +59,26 @@ class Gate:
         if not any(hmac.compare_digest(given, known.encode()) for known in self._options.api_keys):
             raise ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
 
+    async def _whole(self, receive: Receive) -> Receive:
+        """Takes the body in, at most max_body of it, and plays it back; behind it only the disconnect is left."""
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(499, "The client closed the connection.")
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._options.max_body:
+                raise self._too_large()
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Message:
+            return whole.pop() if whole else await receive()
+
+        return replay
+
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._options.max_body} bytes.", code="request_too_large")
-
-    def _limited(self, receive: Receive) -> Receive:
-        """Counts a body that states no length."""
-        seen = 0
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._options.max_body:
-                raise self._too_large()
-            return message
-
-        return counted
 
 
 def _clean(id: str | None) -> str | None:

@@ -13,15 +13,17 @@ log = logging.getLogger("perilune.serve")
 
 
 class Drains(uvicorn.Server):
-    """On the first SIGTERM or SIGINT no request is taken any more; those running have `drain_seconds`."""
+    """On the first SIGTERM or SIGINT no request is taken any more; those running have `drain_seconds`, or until the
+    second signal. Drained, the process ends with 0."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._service.worker.draining = True
-        super().handle_exit(sig, frame)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
+        self.force_exit = self.should_exit
+        self._service.worker.draining = self.should_exit = True
+        log.warning("signal %d: draining", sig)
 
 
 def serve(service: Service, host: str, port: int) -> None:

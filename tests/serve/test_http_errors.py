@@ -1,0 +1,259 @@
+"""Refusals: OpenAI's shape, one sentence, the right status, before anything streams; and no 5xx whatever is sent."""
+
+import json
+import re
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serve.live import Scripted, serving, soon, written
+
+HI = [{"role": "user", "content": "hi"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+FN = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def live() -> Any:
+    with serving(Scripted(lambda _: written("hm", "yes")), context=2000) as server:
+        server.document = httpx.get(server.url + "/openapi.json").json()
+        with httpx.Client(timeout=30) as server.session:
+            yield server
+
+
+def refused(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a refusal, checked for its shape and for being one sentence."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert re.fullmatch(r"[^\n]{8,400}\.", error["message"]), error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        (CHAT, {"temperature": 2.5}, "temperature"),
+        (CHAT, {"temperature": "hot"}, "temperature"),
+        (CHAT, {"top_p": 0}, "top_p"),
+        (CHAT, {"n": 0}, "n"),
+        (CHAT, {"n": 1000}, "n"),
+        (CHAT, {"max_tokens": -1}, "max_tokens"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": "hi"}, "messages"),
+        (CHAT, {"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        (CHAT, {"messages": [{"role": "user", "content": "moon " * 3000}]}, "messages"),
+        (CHAT, {"tools": [FN, FN]}, "tools[1].function.name"),
+        (CHAT, {"tool_choice": "bogus"}, "tool_choice"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": [FN], "tool_choice": "required"}, "tool_choice"),  # no constrained output on this server
+        (CHAT, {"response_format": SCHEMA}, "response_format"),
+        (CHAT, {"response_format": {"type": "bogus"}}, "response_format.type"),
+        (CHAT, {"reasoning_effort": "medium"}, "thinking_effort"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"top_logprobs": 30, "logprobs": True}, "top_logprobs"),
+        (CHAT, {"logit_bias": {"moon": 1}}, "logit_bias"),
+        (CHAT, {"logit_bias": {"400": 1}}, "logit_bias"),
+        (CHAT, {"logit_bias": {"4": 200}}, "logit_bias.4"),
+        (CHAT, {"stop": ["a", ""]}, "stop"),
+        (CHAT, {"stream_options": {"include_usage": "maybe"}}, "stream_options.include_usage"),
+        (TEXT, {}, "prompt"),
+        (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": [400]}, "prompt"),
+        (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
+        (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs"),
+        ("/tokenize", {}, "prompt"),
+    ],
+)
+def test_a_bad_key_is_named(live: Any, path: str, body: dict[str, Any], param: str) -> None:
+    full = {"messages": HI, **body} if path == CHAT else body
+    for stream in (False, True):
+        assert refused(httpx.post(live.url + path, json={**full, "stream": stream}), 400)["param"] == param
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"moon"', b"\xff\xfe", b"[" * 100_000, b"null"])
+def test_a_body_that_is_no_object(live: Any, body: bytes) -> None:
+    refused(httpx.post(live.url + CHAT, content=body, headers={"content-type": "application/json"}), 400)
+
+
+def test_other_refusals(live: Any) -> None:
+    assert refused(httpx.post(live.url + CHAT, json={"messages": HI, "model": "gpt"}), 404)["code"] == "model_not_found"
+    refused(httpx.get(live.url + "/v1/nothing"), 404)
+    refused(httpx.get(live.url + CHAT), 405)
+    long = {"messages": [{"role": "user", "content": "moon " * 3000}]}
+    assert refused(httpx.post(live.url + CHAT, json=long), 400)["code"] == "context_length_exceeded"
+
+
+def test_a_lone_surrogate_is_answered(live: Any) -> None:
+    for text in (r'{"messages": [{"role": "user", "content": "\ud83c"}]}', r'{"messages": [{"role": "\ud83c"}]}'):
+        response = httpx.post(live.url + CHAT, content=text, headers={"content-type": "application/json"})
+        assert response.status_code in (200, 400)
+
+
+def test_the_request_id_comes_back(live: Any) -> None:
+    assert httpx.get(live.url + "/health", headers={"x-request-id": "mine-7"}).headers["x-request-id"] == "mine-7"
+    assert len(httpx.get(live.url + "/nothing").headers["x-request-id"]) == 32
+
+
+def test_a_key_opens_the_api_and_only_the_api_needs_it() -> None:
+    with serving(Scripted(lambda _: written("hm", "yes")), api_keys=frozenset({"sesame", "other"})) as live:
+        refused(httpx.get(live.url + "/v1/models"), 401)
+        refused(httpx.post(live.url + CHAT, json={"messages": HI}, headers={"authorization": "Bearer sesam"}), 401)
+        assert httpx.get(live.url + "/health").status_code == httpx.get(live.url + "/").status_code == 200
+        with openai.OpenAI(base_url=live.url + "/v1", api_key="sesame") as client:
+            assert client.models.list().data[0].id == "toy"
+
+
+def test_a_large_body_is_refused_whether_it_says_its_length_or_not() -> None:
+    with serving(Scripted(lambda _: ()), max_body=1000) as live:
+        refused(httpx.post(live.url + CHAT, content=b"x" * 1001), 413)
+        refused(httpx.post(live.url + CHAT, content=(b"x" * 100 for _ in range(11))), 413)
+
+
+def test_a_full_engine_is_429_with_a_time() -> None:
+    engine = Scripted(lambda _: [70] * 10_000, seconds=0.001, slots=1)
+    with (
+        serving(engine) as live,
+        httpx.stream("POST", live.url + TEXT, json={"prompt": "x", "stream": True, "max_tokens": 9999}),
+    ):
+        assert soon(lambda: engine.busy)
+        response = httpx.post(live.url + TEXT, json={"prompt": "x", "n": 3})
+        assert refused(response, 429)["type"] == "rate_limit_error"
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+
+
+def test_a_limit_on_requests_in_flight() -> None:
+    engine = Scripted(lambda _: [70] * 10_000, seconds=0.001)
+    with serving(engine, max_requests=1) as live:
+        with httpx.stream("POST", live.url + TEXT, json={"prompt": "x", "stream": True, "max_tokens": 9999}):
+            refused(httpx.post(live.url + TEXT, json={"prompt": "x"}), 429)
+        assert soon(lambda: not engine.busy)
+        assert httpx.post(live.url + TEXT, json={"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+def test_a_failed_engine_fails_its_requests_and_takes_no_more() -> None:
+    with serving(Scripted(lambda _: [70] * 100, fails_at=5)) as live:
+        lines = httpx.post(live.url + TEXT, json={"prompt": "x", "stream": True, "max_tokens": 50}).text.split("\n\n")
+        assert "a wire came loose" in json.loads(lines[-3].removeprefix("data: "))["error"]["message"]
+        refused(httpx.post(live.url + TEXT, json={"prompt": "x"}), 503)
+        assert httpx.get(live.url + "/health").status_code == 503
+
+
+@pytest.mark.parametrize(
+    "key, fine, wrong",
+    [
+        ("temperature", [0, 0.6, 1.0], [0.7, 1.1, 2.0]),
+        ("top_p", [0.95], [0.8, 1.0]),
+        ("presence_penalty", [0], [0.5]),
+        ("frequency_penalty", [0], [0.5]),
+        ("n", [1], [2]),
+    ],
+)
+def test_strict_vendor_fixes_sampling(key: str, fine: list[float], wrong: list[float]) -> None:
+    with serving(Scripted(lambda _: written("hm", "yes")), strict_vendor=True) as live:
+        for value in (*fine, None):
+            assert httpx.post(live.url + CHAT, json={"messages": HI, key: value}).status_code == 200
+        for value in wrong:
+            assert refused(httpx.post(live.url + CHAT, json={"messages": HI, key: value}), 400)["param"] == key
+
+
+# ------------------------------------------------------------------ fuzz over the OpenAPI document
+
+_ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+_CONTENT = (
+    st.text(max_size=20)
+    | st.none()
+    | st.lists(
+        st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url", ""]), "text": st.text()}), max_size=2
+    )
+    | _ANY
+)
+_CALL = st.fixed_dictionaries(
+    {
+        "id": st.text(max_size=4),
+        "function": st.fixed_dictionaries({"name": st.text(max_size=5), "arguments": st.text(max_size=9) | _ANY}),
+    }
+)
+_TOOL = (
+    st.just(FN)
+    | st.fixed_dictionaries(
+        {
+            "type": st.just("function"),
+            "function": st.fixed_dictionaries({"name": st.text(max_size=5), "parameters": _ANY}),
+        }
+    )
+    | _ANY
+)
+_MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "x"]), "content": _CONTENT},
+    optional={
+        "tools": st.lists(_TOOL, max_size=2),
+        "tool_calls": st.lists(_CALL, max_size=2),
+        "tool_call_id": _ANY,
+        "name": _ANY,
+        "partial": _ANY,
+        "reasoning_content": _ANY,
+    },
+)
+_KNOWN = {
+    "messages": st.lists(_MESSAGE, max_size=3),
+    "tools": st.lists(_TOOL, max_size=2),
+    "model": st.just("toy"),
+    "stream": st.booleans(),
+}
+
+
+def of_schema(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values of a JSON Schema as FastAPI writes it."""
+    if "$ref" in schema:
+        return of_schema(components[schema["$ref"].rpartition("/")[2]], components)
+    if "anyOf" in schema:
+        return st.one_of([of_schema(part, components) for part in schema["anyOf"]])
+    if "const" in schema:
+        return st.just(schema["const"])
+    match schema.get("type"):
+        case "object" if "properties" in schema:
+            fields = {key: _KNOWN.get(key, of_schema(value, components)) for key, value in schema["properties"].items()}
+            needed = {key: fields.pop(key) for key in schema.get("required", ())}
+            return st.fixed_dictionaries(needed, optional=fields)
+        case "object":
+            return st.dictionaries(st.text(max_size=5), _ANY, max_size=2)
+        case "array":
+            return st.lists(of_schema(schema["items"], components), min_size=schema.get("minItems", 0), max_size=3)
+        case "string":
+            return st.text(min_size=schema.get("minLength", 0), max_size=20)
+        case "boolean":
+            return st.booleans()
+        case "integer":
+            return st.integers(schema.get("minimum"), schema.get("maximum"))
+        case "number":
+            return st.floats(schema.get("minimum", -1e9), schema.get("maximum", 1e9))
+        case "null":
+            return st.none()
+    return _ANY
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_nothing_a_client_sends_is_a_5xx(live: Any, data: st.DataObject) -> None:
+    document = live.document
+    path = data.draw(st.sampled_from(sorted(p for p, ways in document["paths"].items() if "post" in ways)))
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    body = data.draw(of_schema(schema, document["components"]["schemas"]))
+    for key in data.draw(st.lists(st.sampled_from([*body, "thinking", "extra"]), max_size=2)):
+        body[key] = data.draw(_ANY)
+    text = json.dumps(body)
+    response = live.session.post(live.url + path, content=text, headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400, 404, 429), (path, text, response.text)
+    if response.status_code != 200:
+        assert response.json()["error"]["message"]
