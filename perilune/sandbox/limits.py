@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 import time
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class Group:
     """One sandbox's cgroup. Memory in MiB covers the guest's RAM and QEMU's own; a CPU share is a hard ceiling."""
 
     def __init__(self, name: str, vcpus: int = 0, memory_mb: int = 0) -> None:
+        self._adding: threading.Thread | None = None
         if version() == 2:
             self.folders = dict.fromkeys(("memory", "cpu"), ROOT / NAME / name)
         elif version() == 1:
@@ -75,6 +77,17 @@ class Group:
             with contextlib.suppress(OSError):
                 (folder / "cgroup.procs").write_text(str(pid))
 
+    def add_soon(self, pid: int) -> None:
+        """The same beside other work: the kernel waits for a grace period (10 ms or more)."""
+        self._adding = threading.Thread(target=self.add, args=(pid,), daemon=True)
+        self._adding.start()
+
+    def added(self) -> None:
+        """Wait until the limits hold."""
+        if self._adding:
+            self._adding.join()
+            self._adding = None
+
     def entrance(self) -> list[str]:
         """A command prefix that enters this group before it becomes what follows."""
         files = " ".join(str(folder / "cgroup.procs") for folder in set(self.folders.values()))
@@ -99,6 +112,7 @@ class Group:
 
     def remove(self) -> None:
         """Delete it; its processes must be gone (the kernel may need a moment)."""
+        self.added()
         for folder in set(self.folders.values()):
             for _ in range(20):
                 try:

@@ -7,13 +7,14 @@ import os
 import secrets
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from perilune.sandbox import disk, memory, setup
 from perilune.sandbox.agent import wire
-from perilune.sandbox.agent.client import Agent
-from perilune.sandbox.agent.wire import Op
+from perilune.sandbox.agent.client import Agent, Inbox
+from perilune.sandbox.agent.wire import Command, Op, Type
 from perilune.sandbox.catalogue import Record
 from perilune.sandbox.errors import GuestError, SandboxError, SnapshotCorrupt
 from perilune.sandbox.files import remove
@@ -82,10 +83,13 @@ class Spare:
     group: Group
     top: Path | None = None
     snapshot: str = ""
+    agent: Agent | None = None  # of a rehearsed guest
 
     def discard(self) -> None:
         """Not needed after all."""
         self.machine.kill()
+        if self.agent:
+            self.agent.close()
         self.group.remove()
         remove(self.machine.agent_socket.parent)
         if self.top:
@@ -100,17 +104,18 @@ class Launcher:
     guest: setup.Guest
     qemu: Qemu
     platform: Platform
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16, "perilune-load"))
 
     # ---- starting ----
 
     def spawn(self, base: Path, shape: Shape, boot: bool = False, overhead_mb: int = 160) -> Spare:
         """A QEMU on `base`; with `boot`, one that will start the guest kernel."""
         folder = self.store.run / secrets.token_hex(8)
-        kernel = (self.guest.kernel, self.guest.initrd, setup.APPEND) if boot else (None, None, "")
+        kernel = (self.guest.kernel, self.guest.initrd, self.guest.append) if boot else (None, None, "")
         machine = self.qemu.spawn(Plan(shape, base, folder, *kernel))
         (folder / "owner").write_text(f"{os.getpid()} {started_at(os.getpid())}")
         group = Group(folder.name, shape.vcpus, shape.memory_mb + overhead_mb)
-        group.add(machine.pid)
+        group.add_soon(machine.pid)
         return Spare(machine, base, shape, group)
 
     def overlay(self, below: Path) -> Path:
@@ -123,24 +128,52 @@ class Launcher:
         """Disk, memory, devices: afterwards the spare holds the snapshot's guest, stopped."""
         try:
             spare.top = self.overlay(self.store.layers / snapshot.top)
-            spare.machine.attach_disk(spare.top)
             stored = self.store.open_memory(snapshot)  # checked while QEMU starts
-            if stored is not None:
-                memory.restore(memory.mapping(spare.machine.pid, spare.base), stored)
+            _ = spare.machine.qmp  # it has started, and so mapped its memory
+            filling = self.threads.submit(self._fill, spare, stored)
+            spare.machine.attach_disk(spare.top)
+            filling.result()
             spare.machine.load(self.store.path(snapshot.id) / "state")
             spare.snapshot = snapshot.id
+            spare.group.added()
             return spare
+        except BaseException:
+            spare.discard()
+            raise
+
+    @staticmethod
+    def _fill(spare: Spare, stored: memory.Stored | None) -> None:
+        if stored is not None:
+            memory.restore(memory.mapping(spare.machine.pid, spare.base), stored)
+
+    def rehearse(self, spare: Spare) -> None:
+        """Let a loaded guest run one command and stop it again. TCG has then translated what every resume and every
+        command runs; under KVM the pages are there."""
+        spare.agent = agent = Agent(spare.machine.verdict)
+        try:
+            agent.attach(spare.machine.agent_socket, spare.machine.pid)
+            agent.start()
+            spare.machine.run()
+            agent.identify(wire.identity(time.time_ns(), os.urandom(64), 0, "spare", "", {}))
+            inbox = Inbox()
+            agent.execute(Command(("/bin/true",)), inbox)
+            with contextlib.suppress(GuestError):  # an image without it
+                while inbox.get(30.0).type is not Type.EXITED:
+                    pass
+            agent.quiesce()
+            spare.machine.stop()
         except BaseException:
             spare.discard()
             raise
 
     def wake(self, spare: Spare, record: Record, agent: Agent | None) -> Live:
         """Let a loaded guest run as `record`; streams of a kept `agent` go on."""
-        live = self._live(spare, record, agent)
+        live = self._live(spare, record, agent or spare.agent)
         try:
             network = live.plug(self.store.home)
-            live.agent.attach(spare.machine.agent_socket, spare.machine.pid)
-            live.agent.start()
+            if not spare.agent:
+                live.agent.attach(spare.machine.agent_socket, spare.machine.pid)
+                live.agent.start()
             spare.machine.run()
             live.identify(network)
             if agent is None:
@@ -162,6 +195,7 @@ class Launcher:
             spare.machine.attach_disk(top)
             network = live.plug(self.store.home)
             live.agent.attach(spare.machine.agent_socket, spare.machine.pid)
+            spare.group.added()
             spare.machine.run()
             live.agent.hello()
             live.identify(network)

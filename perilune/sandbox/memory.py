@@ -5,6 +5,7 @@ kernel's pagemap tells both, with any accelerator and without dirty logging. Tho
 process_vm_readv into a diff (cumulative against the base) and put into a new process by process_vm_writev.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -31,6 +32,7 @@ _PIECE = np.dtype([("base", "<u8"), ("length", "<u8")])
 _REGION = np.dtype([("start", "<u8"), ("end", "<u8"), ("categories", "<u8")])
 _SCAN = 0xC0606610
 _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
+_spare_buffers: list[mmap.mmap] = []  # touched already; as many as checkpoints ran at once
 _libc = ctypes.CDLL(None, use_errno=True)
 _ARGUMENTS: list[Any] = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
 for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
@@ -151,7 +153,7 @@ def save(where: Mapping, runs: np.ndarray, path: Path) -> Diff:
     index = np.ascontiguousarray(runs, "<i8").tobytes()
     head = index + bytes(-(16 + len(index)) % PAGE)
     pages = int(runs[:, 1].sum()) if len(runs) else 0
-    buffers = [mmap.mmap(-1, _BATCH) for _ in range(3)]
+    buffers = [_buffer() for _ in range(3)]
     sums = _Checksum(zlib.crc32(head), buffers)
     with path.open("wb", buffering=0) as file:
         file.write(_MAGIC + struct.pack("<Q", len(runs)) + head)
@@ -165,7 +167,14 @@ def save(where: Mapping, runs: np.ndarray, path: Path) -> Diff:
                     view = view[file.write(view) :]
         finally:
             crc = sums.close()
+            _spare_buffers.extend(buffers)
     return Diff(16 + len(head) + pages * PAGE, crc)
+
+
+def _buffer() -> mmap.mmap:
+    with contextlib.suppress(IndexError):
+        return _spare_buffers.pop()
+    return mmap.mmap(-1, _BATCH)
 
 
 class _Checksum:

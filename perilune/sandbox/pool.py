@@ -1,5 +1,5 @@
-"""Machines made ahead of need. Hot: a template's guest, loaded and stopped; warm: a QEMU that waits on the right
-memory base.
+"""Machines made ahead of need. Hot: a template's guest, loaded, rehearsed with one command and stopped; warm:
+a QEMU that waits on the right memory base.
 
 `take` gives the best there is; a thread makes up for what was taken.
 """
@@ -95,7 +95,7 @@ class Pool:
         snapshot = want.snapshot
         spare = self.launcher.spawn(self.launcher.store.memory / snapshot.base, snapshot.shape)
         if hot:
-            self.launcher.load(spare, snapshot)
+            self.launcher.rehearse(self.launcher.load(spare, snapshot))
         else:
             _ = spare.machine.qmp  # connected, so that whoever takes it need not wait
         with self._changed:

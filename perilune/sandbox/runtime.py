@@ -35,6 +35,7 @@ from perilune.sandbox.snapshot import Defaults, Snapshot, Store
 from perilune.sandbox.vmm import qemu
 from perilune.sandbox.vmm.child import Child, started_at
 from perilune.sandbox.vmm.driver import Platform, Rates, Shape
+from perilune.sandbox.vmm.zygote import Zygote
 
 _FLATTEN_MEMORY = 64 << 20  # bytes of diff from which a base of its own pays
 _FLATTEN_DISK = 8  # overlays
@@ -70,7 +71,8 @@ class Runtime:
         self.home = (home or setup.default_home()).absolute()
         self.guest = setup.load(self.home)
         cage = qemu.jail(jail) if jail else None
-        driver = qemu.Qemu(self.guest.machine, self.guest.accelerator, "max", self.guest.preload, cage)
+        self.zygote = Zygote(qemu.PROGRAM, self.guest.preload)
+        driver = qemu.Qemu(self.guest.machine, self.guest.accelerator, "max", self.zygote, cage)
         driver = replace(driver, cpu="host") if driver.accelerator == "kvm" else driver
         self.store = Store(self.home).make()
         self.platform = Platform(
@@ -567,6 +569,8 @@ class Runtime:
         self._closed.set()
         self._clock.join()
         self.pool.close()
+        self.launcher.threads.shutdown()
+        self.zygote.close()
         self._background.shutdown(wait=True)
         self.catalogue.close()
 

@@ -16,12 +16,16 @@ from perilune.sandbox.files import sha256, temporary, write_atomically
 from perilune.sandbox.vmm import accel
 
 SOURCES = Path(__file__).parent / "guest"
+PRELOAD = Path(__file__).parent / "vmm" / "preload.c"
 MODULES = ("virtio_pci", "virtio_mmio", "virtio_console", "virtio_blk", "virtio_net", "virtio_balloon", "ext4")
 CONTAINER_MODULES = ("overlay", "fuse", "loop", "veth", "bridge", "nf_tables", "nft_masq", "nft_ct", "nft_chain_nat")
 APPEND = (
     "console=ttyS0 quiet loglevel=3 reboot=t panic=-1 mitigations=off nokaslr random.trust_cpu=on no_timer_check "
     "tsc=reliable damon_reclaim.enabled=Y damon_reclaim.min_age=60000000 damon_reclaim.skip_anon=Y"
 )
+# TCG translates code by its virtual address: with a new layout for every program each command is translated anew, which
+# is two thirds of what /bin/true takes. The guest may turn it on again (kernel.randomize_va_space).
+TRANSLATED = " norandmaps"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class Guest:
     kernel_sha256: str
     accelerator: str
     paravirtual: bool = False
+
+    @property
+    def append(self) -> str:
+        """The kernel's command line."""
+        return APPEND + (TRANSLATED if self.accelerator == "tcg" else "")
 
 
 def default_home() -> Path:
@@ -67,11 +76,11 @@ def build(home: Path, kernel: Path | None = None, paravirtual: bool = False) -> 
     elif (folder / "modules").is_dir() and kernel.parent == folder:
         modules = _ordered_modules(folder / "modules")
     shutil.copyfile(agent(), folder / "agent")
-    _compile(folder / "nopunch.so", ["-shared", "-fPIC", "-Os", "-s"], [SOURCES / "nopunch.c"])
+    _compile(folder / "preload.so", ["-shared", "-fPIC", "-Os", "-s"], [PRELOAD])
     initrd(folder / "initrd.gz", folder / "agent", modules)
     machine = kernel_machine(kernel)
     choice = accel.choose(accel.probe(), paravirtual)
-    guest = Guest(kernel, folder / "initrd.gz", folder / "nopunch.so", machine, sha256(kernel), choice, paravirtual)
+    guest = Guest(kernel, folder / "initrd.gz", folder / "preload.so", machine, sha256(kernel), choice, paravirtual)
     known = {**asdict(guest), "sources": _sources_digest()}
     write_atomically(folder / "guest.json", json.dumps(known, indent=1, default=str).encode())
     return guest
@@ -92,7 +101,7 @@ def kernel_machine(kernel: Path) -> str:
 
 
 def _sources_digest() -> str:
-    files = sorted([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")])
+    files = [*sorted([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")]), PRELOAD]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -100,7 +109,7 @@ def agent() -> Path:
     """The static guest agent, compiled once for these sources."""
     target = default_home() / "agents" / _sources_digest()[:32]
     if not target.exists():
-        _compile(target, ["-static", "-Os", "-s"], sorted(SOURCES.glob("[!n]*.c")))
+        _compile(target, ["-static", "-Os", "-s"], sorted(SOURCES.glob("*.c")))
     return target
 
 

@@ -285,7 +285,8 @@ class Agent:
             assert self._socket is not None
             self._socket.sendall(data)
         except OSError:
-            raise self._why() from None
+            self.lost = self.lost or self._why()  # the reader tells the streams
+            raise self.lost from None
 
     def _open(self, command: Command | None = None) -> Stream:
         with self._lock:

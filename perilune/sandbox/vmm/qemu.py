@@ -24,6 +24,7 @@ from perilune.sandbox.errors import (
 from perilune.sandbox.vmm.child import Child
 from perilune.sandbox.vmm.driver import Plan, State
 from perilune.sandbox.vmm.qmp import Qmp
+from perilune.sandbox.vmm.zygote import Zygote
 
 PROGRAM = "qemu-system-x86_64"
 
@@ -62,7 +63,7 @@ class Qemu:
     machine: str = "microvm"
     accelerator: str = "tcg"
     cpu: str = "max"
-    preload: Path | None = None  # nopunch.so
+    zygote: Zygote | None = None  # forks the processes; only a command line is needed without
     jail: Jail | None = None
 
     def command(self, plan: Plan) -> list[str]:
@@ -89,8 +90,6 @@ class Qemu:
         if self.jail:
             words += [f"-runas {self.jail.user}", "-sandbox on,obsolete=deny,elevateprivileges=children,spawn=deny"]
         command = " ".join(words).split()
-        if self.jail:
-            command = ["unshare", "--net", "--ipc", "--uts", "--", *command]
         if plan.kernel:
             boot = ["-kernel", str(plan.kernel), "-append", plan.append]
             return command + boot + (["-initrd", str(plan.initrd)] if plan.initrd else [])
@@ -102,18 +101,8 @@ class Qemu:
         if self.jail:
             os.chown(plan.folder, self.jail.uid, self.jail.gid)
         command = self.command(plan) + (["-S"] if plan.kernel else [])
-        environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/"}
-        if self.preload:
-            environment["LD_PRELOAD"] = str(self.preload)
-        with (plan.folder / "qemu.log").open("wb") as log:
-            try:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-                )
-            except FileNotFoundError:
-                raise SetupMissing(f"{command[0]} is not installed: apt-get install qemu-system-x86") from None
-        child = Child(process.pid)
-        process.returncode = 0  # reaped through the pidfd; keeps Popen from waiting for it as well
+        assert self.zygote is not None
+        child = Child(self.zygote.spawn(command, plan.folder / "qemu.log", self.jail is not None))
         return QemuMachine(child, plan.folder, State.STOPPED if plan.kernel else State.WAITING)
 
 

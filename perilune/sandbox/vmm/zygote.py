@@ -1,0 +1,78 @@
+"""A QEMU that has been linked and stopped before main(), from which every machine's QEMU is forked (preload.c)."""
+
+import array
+import os
+import socket
+import struct
+import subprocess
+import threading
+from pathlib import Path
+
+from perilune.sandbox.errors import OutOfCapacity, SetupMissing
+
+_FORKED = struct.Struct("<i")
+
+
+class Zygote:
+    """Thread-safe; starts with the first machine, and again when somebody killed it. Its children are ours."""
+
+    def __init__(self, program: str, preload: Path) -> None:
+        self._program, self._preload = program, preload
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._door: socket.socket | None = None
+
+    def spawn(self, command: list[str], log: Path, isolated: bool = False) -> int:
+        """Run `command` with its output in `log`; `isolated` in empty network, IPC and UTS namespaces. Returns the
+        id of a child of this process that nobody has waited for."""
+        message = (b"i" if isolated else b"-") + b"".join(word.encode() + b"\0" for word in command)
+        with self._lock, log.open("wb") as file:
+            for _ in range(2):
+                pid = self._ask(message, file.fileno())
+                if pid:
+                    break
+                self._end()
+        if pid <= 0:
+            raise OutOfCapacity(f"{self._program} cannot be forked: {os.strerror(-pid) if pid else 'it ended'}")
+        return pid
+
+    def _ask(self, message: bytes, log: int) -> int:
+        door = self._door or self._start()
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [log]))
+        try:
+            door.sendmsg([message], [rights])
+            reply = door.recv(_FORKED.size)
+        except OSError:
+            return 0
+        return int(_FORKED.unpack(reply)[0]) if reply else 0
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {
+            "PATH": os.environ.get("PATH", os.defpath), "HOME": "/", "LD_PRELOAD": str(self._preload),
+            "PERILUNE_DOOR": str(theirs.fileno()),
+        }  # fmt: skip
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [self._program], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    env=environment, pass_fds=[theirs.fileno()], start_new_session=True,
+                )  # fmt: skip
+            except FileNotFoundError:
+                ours.close()
+                raise SetupMissing(f"{self._program} is not installed: apt-get install qemu-system-x86") from None
+        self._door = ours
+        return ours
+
+    def _end(self) -> None:
+        if self._door:
+            self._door.close()  # it sees that and ends
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+        self._door = self._process = None
+
+    def close(self) -> None:
+        """End it; machines go on."""
+        with self._lock:
+            self._end()
