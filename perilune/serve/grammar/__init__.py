@@ -1,0 +1,30 @@
+"""Constrained output: JSON Schema, regular expressions and tool calls, enforced token by token.
+
+    vocabulary = Vocabulary.of(tokenizer)
+    grammar = json_schema(schema, vocabulary)              # or regex(...), response(...), tool_calls(...)
+    state = grammar.start(); grammar.mask(state, left=100); state = grammar.advance(state, token)
+
+Every grammar is finished within the tokens left, so output is valid even from weights that have learned nothing.
+"""
+
+from typing import Any
+
+from perilune.serve.grammar.calls import response, tool_calls
+from perilune.serve.grammar.expression import Arena
+from perilune.serve.grammar.schema import JsonSchema
+from perilune.serve.grammar.text import pattern, plain
+from perilune.serve.grammar.vocabulary import Language, Vocabulary
+
+__all__ = ["Language", "Vocabulary", "json_schema", "regex", "response", "tool_calls"]
+
+
+def json_schema(schema: Any, vocabulary: Vocabulary) -> Language:
+    """One JSON value that satisfies `schema`. Raises ValueError, one sentence, for what cannot be enforced."""
+    arena = Arena()
+    return Language(arena, JsonSchema(arena, schema).value(), vocabulary)
+
+
+def regex(expression: str, vocabulary: Vocabulary) -> Language:
+    """Text that `expression` matches from end to end."""
+    arena = Arena()
+    return Language(arena, pattern(arena, expression, plain, whole=True), vocabulary)

@@ -1,0 +1,284 @@
+"""Constrained output: what a mask lets through is exactly the language, and it always ends within the tokens given."""
+
+import json
+import re
+from fractions import Fraction
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.chat import Parser
+from perilune.chat.parser import Reply
+from perilune.serve.grammar import Language, Vocabulary, json_schema, regex, response, tool_calls
+from perilune.serve.grammar.number import Number
+from perilune.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.train(['{"name": "value", "list": [1, 2, 3], "is": true} import os, sys; null é 日本'] * 20, 400)
+VOCABULARY = Vocabulary.of(TOKENIZER)
+
+
+def sample(language: Language, seed: int, left: int = 200) -> list[int]:
+    """Ids drawn evenly from the masks, the end left out; it must come within `left` tokens."""
+    rng, state, ids = np.random.default_rng(seed), language.start(), []
+    for used in range(left):
+        token = int(rng.choice(np.flatnonzero(language.mask(state, left - used))))
+        if token == VOCABULARY.end:
+            return ids
+        state = language.advance(state, token)
+        ids.append(token)
+    raise AssertionError("the grammar was not finished within the tokens given")
+
+
+def write(language: Language, seed: int, left: int = 200) -> str:
+    return TOKENIZER.decode_bytes(sample(language, seed, left)).decode()
+
+
+names = st.sampled_from(["a", "name", 'quo"te', "é", "back\\slash", "a b"])
+leaves = st.one_of(
+    st.builds(
+        lambda lo, n: {"type": "string", "minLength": lo, "maxLength": lo + n}, st.integers(0, 3), st.integers(0, 3)
+    ),
+    st.builds(
+        lambda lo, n: {"type": "integer", "minimum": lo, "maximum": lo + n}, st.integers(-300, 300), st.integers(0, 500)
+    ),
+    st.builds(
+        lambda lo, n: {"type": "number", "exclusiveMinimum": lo, "maximum": lo + n},
+        st.integers(-9, 9),
+        st.integers(1, 9),
+    ),
+    st.sampled_from([{"type": ["null", "boolean"]}, {"enum": ["x", 1, None, {"k": [1.5, "y"]}]}, {"const": "é\n"}, {}]),
+    st.sampled_from([{"type": "string", "pattern": "^[a-c]+-?\\d{2}$"}, {"type": "string", "format": "date"}]),
+    st.sampled_from(
+        [{"type": "integer", "multipleOf": 7, "minimum": 50}, {"type": "string", "pattern": "é", "maxLength": 5}]
+    ),
+)
+
+
+def containers(inner: st.SearchStrategy) -> st.SearchStrategy:
+    properties = st.dictionaries(names, inner, max_size=3)
+    objects = st.builds(
+        lambda p, n, extra, low: {
+            "type": "object",
+            "properties": p,
+            "required": sorted(p)[:n] + (["other"] if extra and n else []),
+            "additionalProperties": extra,
+            "minProperties": low if extra else 0,
+        },
+        properties,
+        st.integers(0, 3),
+        st.one_of(st.booleans(), inner),
+        st.integers(0, 3),
+    )
+    arrays = st.builds(
+        lambda item, lo, n: {"type": "array", "items": item, "minItems": lo, "maxItems": lo + n},
+        inner,
+        st.integers(0, 3),
+        st.integers(0, 2),
+    )
+    tuples = st.builds(lambda a, b: {"type": "array", "prefixItems": [a, b], "items": b, "minItems": 1}, inner, inner)
+    unions = st.builds(lambda a, b: {"anyOf": [a, b]}, inner, inner)
+    return st.one_of(objects, arrays, tuples, unions)
+
+
+schemas = st.recursive(leaves, containers, max_leaves=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schemas, st.integers(0, 2**32))
+def test_whatever_is_written_satisfies_the_schema(schema: dict, seed: int) -> None:
+    jsonschema.validate(json.loads(write(json_schema(schema, VOCABULARY), seed)), schema)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schemas, st.integers(0, 2**32))
+def test_a_mask_is_what_advance_accepts(schema: dict, seed: int) -> None:
+    language = json_schema(schema, VOCABULARY)
+    ids = sample(language, seed)
+    state = language.start()
+    for token in ids[: seed % (len(ids) + 1)]:
+        state = language.advance(state, token)
+    mask = language.mask(state)
+    for token in range(0, TOKENIZER.vocab_size, 7):
+        try:
+            language.advance(state, token)
+            accepted = True
+        except ValueError:
+            accepted = False
+        assert accepted == mask[token], token
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a|bc|",
+        "[^a-y]{2,3}",
+        r"\d+(\.\d{1,2})?",
+        "(ab*){2}",
+        "[à-ü日]+x?",
+        r"\w+@\w+\.(com|org)",
+        ".*end",
+        "[\\u0400-\\U0001F600]",
+    ],
+)
+def test_a_regular_expression_is_matched_from_end_to_end(pattern: str) -> None:
+    language = regex(pattern, VOCABULARY)
+    for seed in range(12):
+        assert re.fullmatch(pattern, write(language, seed, 60), re.ASCII)
+
+
+def test_a_pattern_is_searched_for_unless_anchored_part_by_part() -> None:
+    language = json_schema({"type": "string", "pattern": "^ab|cd$"}, VOCABULARY)
+    for text in ("ab", "abz", "cd", "zcd", "zab", "cdz", "a", ""):
+        state = language.start()
+        for token in TOKENIZER.encode(f'"{text}"', allow_special=False)[:-1]:
+            state = language.advance(state, token)
+        closed = language.mask(state)[TOKENIZER.encode('"', allow_special=False)[0]]
+        assert closed == bool(re.search("^ab|cd$", text)), text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.decimals(-1000, 1000, places=2), st.decimals(0, 50, places=2), st.booleans(), st.booleans(), st.booleans())
+def test_numbers_are_feasible_exactly_when_some_numeral_is(low, width, above, below, integer) -> None:
+    low, high = Fraction(low), Fraction(low) + Fraction(width)
+    number = Number(low, high, above, below, integer)
+    grid = 1 if integer else 1000
+    least, most = int(low * grid) - 1, int(high * grid) + 1
+    inside = [Fraction(n, grid) for n in range(least, most + 1)]
+    inside = [x for x in inside if low <= x <= high and not (above and x == low) and not (below and x == high)]
+    assert (number.remaining is not None) == bool(inside)
+
+
+def test_a_written_number_may_be_any_in_range() -> None:
+    language = json_schema({"type": "number", "minimum": -1.25, "exclusiveMaximum": 10, "multipleOf": 0.25}, VOCABULARY)
+    found = {Fraction(write(language, seed, 40)) for seed in range(200)}
+    assert min(found) < 0 < max(found) < 10 and all(x % Fraction(1, 4) == 0 and x >= Fraction(-5, 4) for x in found)
+
+
+TREE = {
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "integer"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+            },
+            "required": ["value", "children"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/tree",
+}
+
+
+def test_a_recursive_schema_nests_and_ends() -> None:
+    language = json_schema(TREE, VOCABULARY)
+    texts = [write(language, seed, 400) for seed in range(20)]
+    for text in texts:
+        jsonschema.validate(json.loads(text), TREE)
+    assert max(text.count('"value"') for text in texts) > 2
+
+
+def test_the_last_tokens_go_to_what_is_still_needed() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+    }
+    language = json_schema(schema, VOCABULARY)
+    least = len('{"a":"","b":true}') + 1  # one token a byte at worst, and the end
+    for seed in range(10):
+        jsonschema.validate(json.loads(write(language, seed, least)), schema)
+
+
+def test_an_extra_property_never_repeats_a_declared_one() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": {"type": "boolean"}}
+    language = json_schema(schema, VOCABULARY)
+    state = language.start()
+    for token in TOKENIZER.encode('{"b":true,"', allow_special=False):
+        state = language.advance(state, token)
+    with pytest.raises(ValueError, match="does not allow"):
+        for token in TOKENIZER.encode('a":', allow_special=False):
+            state = language.advance(state, token)
+
+
+@pytest.mark.parametrize(
+    ("schema", "sentence"),
+    [
+        ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
+        ({"type": "text"}, "'text' is none of JSON's"),
+        ({"$ref": "#/$defs/none"}, "points to nothing"),
+        ({"$ref": "#"}, "refers to itself"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "pattern": "("}, "not a regular expression"),
+        ({"type": "integer", "minimum": 2, "maximum": 1}, "Nothing satisfies"),
+        ({"type": "string", "pattern": "^a+$", "minLength": 3, "maxLength": 2}, "Nothing satisfies"),
+        (5, "must be an object"),
+    ],
+)
+def test_what_cannot_be_enforced_is_named(schema, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        json_schema(schema, VOCABULARY)
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", 'The "Hague"']},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "where": {"type": ["object", "null"], "properties": {"x": {"type": "number"}}, "required": ["x"]},
+    },
+    "required": ["city"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "grow", "parameters": TREE}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+def read(ids: list[int], channel: str | None) -> Reply:
+    parser = Parser(TOKENIZER, channel)
+    return Reply.of(parser.feed([*ids, VOCABULARY.end]) + parser.finish())
+
+
+@pytest.mark.parametrize("channel", ["think", "response", None])
+def test_required_calls_come_and_their_arguments_are_valid(channel: str | None) -> None:
+    language = tool_calls(TOOLS, VOCABULARY, channel=channel)
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
+    seen = set()
+    for seed in range(25):
+        reply = read(sample(language, seed, 400), channel)
+        assert reply.finish_reason == "tool_calls" and reply.tool_calls
+        for call in reply.tool_calls:
+            seen.add(call.name)
+            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+    assert seen == set(schemas)
+
+
+def test_one_call_when_parallel_ones_are_off() -> None:
+    language = tool_calls(TOOLS, VOCABULARY, parallel=False)
+    assert {len(read(sample(language, seed, 300), "think").tool_calls) for seed in range(15)} == {1}
+
+
+def test_a_json_response_keeps_the_reasoning_free() -> None:
+    language = response(WEATHER, VOCABULARY)
+    for seed in range(10):
+        reply = read(sample(language, seed, 300), "think")
+        assert reply.finish_reason == "stop"
+        jsonschema.validate(json.loads(reply.content or ""), WEATHER)
+
+
+def test_states_are_values() -> None:
+    language = json_schema(TREE, VOCABULARY)
+    ids = sample(language, 3)
+    states = [language.start()]
+    for token in ids:
+        states.append(language.advance(states[-1], token))
+    again = language.start()
+    for token, state in zip(ids, states):  # after everything later has been derived
+        assert again == state
+        again = language.advance(again, token)
+    assert language.accepting(again)
