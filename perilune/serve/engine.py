@@ -171,19 +171,23 @@ class Engine:
         """Raises ValueError when the grammar allows nothing."""
         rules, mask = s.request.sampling, None
         if rules.grammar is not None:
-            mask = torch.as_tensor(rules.grammar.mask(s.grammar))
+            mask = torch.as_tensor(rules.grammar.mask(s.grammar, self._room(s)))
             if not bool(mask.any()):
                 raise ValueError("The grammar allows no token here.")
         if not rules.penalised:
             return Row(rules, s.seed, len(s.tokens), mask=mask)
         return Row(rules, s.seed, len(s.tokens), s.request.prompt, s.output, mask)
 
+    def _room(self, s: Sequence) -> int:
+        """Tokens it may still write."""
+        return min(s.request.sampling.max_tokens + len(s.request.prompt), self.context) - len(s.tokens)
+
     def _accept(self, s: Sequence, tokens: list[int], logits: Tensor) -> Delta:
         """Append sampled tokens up to the first that ends the text."""
         rules = s.request.sampling
         finish: Finish | None = None
         stops = rules.stop_ids if rules.ignore_eos else rules.stop_ids | {self.model.config.eos_token_id}
-        room = min(rules.max_tokens + len(s.request.prompt), self.context) - len(s.tokens)
+        room = self._room(s)
         for i, token in enumerate(tokens):
             s.tokens.append(token)
             if rules.grammar is not None:

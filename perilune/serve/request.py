@@ -26,8 +26,9 @@ class Grammar(Protocol):
 
     def start(self) -> Any: ...
 
-    def mask(self, state: Any) -> Any:
-        """bool [V] (numpy or torch): ids that may come next; an end-of-turn id exactly when accepting."""
+    def mask(self, state: Any, left: int | None = None) -> Any:
+        """bool [V] (numpy or torch): ids that may come next; an end-of-turn id exactly when accepting. With `left`
+        tokens to go, the end included, only ids after which the rest still fits (if any do)."""
         ...
 
     def advance(self, state: Any, token: int) -> Any:

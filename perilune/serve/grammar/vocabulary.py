@@ -8,6 +8,7 @@ state still needs at the least is known, so a mask can also keep to what fits th
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -40,23 +41,18 @@ class Vocabulary:
     def levels(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
         """Per depth: each node's parent (its place one level up), its symbol, and the tokens that end here with the
         places they end at."""
-        levels = []
-        paths: dict[tuple[int, ...], int] = {(): 0}
-        words = sorted((word, token) for token, word in self.words.items())
-        depth = 1
-        while any(len(word) >= depth for word, _ in words):
-            places: dict[tuple[int, ...], int] = {}
-            ends = []
-            for word, token in words:
-                if len(word) >= depth:
-                    place = places.setdefault(word[:depth], len(places))
-                    if len(word) == depth:
-                        ends.append((token, place))
-            parents = np.fromiter((paths[path[:-1]] for path in places), np.int64, len(places))
-            symbols = np.fromiter((path[-1] for path in places), np.int64, len(places))
-            finished = np.array(ends, np.int64).reshape(-1, 2)
-            levels.append((parents, symbols, finished[:, 0], finished[:, 1]))
-            paths, depth = places, depth + 1
+        tokens = np.array(list(self.words), np.int64)
+        lengths = np.array([len(word) for word in self.words.values()], np.int64)
+        symbols = np.fromiter(chain.from_iterable(self.words.values()), np.int64, int(lengths.sum()))
+        firsts = np.cumsum(lengths) - lengths
+        levels, depth = [], 0
+        at = np.zeros(len(tokens), np.int64)  # each word's place one level up
+        while len(tokens):
+            steps, at = np.unique(at * 2**16 + symbols[firsts + depth], return_inverse=True)
+            depth += 1
+            ends = lengths == depth
+            levels.append((steps >> 16, steps & 0xFFFF, tokens[ends], at[ends]))
+            tokens, lengths, firsts, at = tokens[~ends], lengths[~ends], firsts[~ends], at[~ends]
         return levels
 
 
