@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from perilune.sandbox import Guard, Runtime, Sandbox, Shape, setup
 from perilune.sandbox.http.metrics import usage
 from perilune.sandbox.images import ext4
+from perilune.sandbox.template import add_template
 
 COMMAND = ["/bin/true"]
 Rows = list[tuple[str, float, str]]
@@ -59,7 +60,7 @@ def runtime(image: Path | None) -> Iterator[Runtime]:
         kernel = setup.load(setup.default_home()).kernel
         setup.build(work, work / "guest" / kernel.name if (work / "guest" / kernel.name).exists() else kernel)
         with Runtime(work, Guard(disk_floor_mb=256)) as made:
-            made.add_template(image or _tiny(work), ["base"], Shape(1, 512, 1024))
+            add_template(made, image or _tiny(work), ["base"], Shape(1, 512, 1024))
             yield made
 
 
@@ -95,7 +96,7 @@ def pause_and_resume(rt: Runtime, rows: Rows, times: int) -> None:
 
             def once(box: Sandbox = box, seen: list[float] = seen) -> float:
                 box.pause()
-                rt.settle()
+                rt.upkeep.settle()
                 rt.pool.ready()
                 took = clock(box.resume)
                 seen.append(took + clock(lambda: answer(box)))
@@ -117,7 +118,7 @@ def checkpoint(rt: Runtime, rows: Rows, times: int) -> None:
             def once(box: Sandbox = box, sizes: list[int] = sizes) -> float:
                 took = clock(lambda: rt.snapshot(box.id, "mark"))
                 snapshot = rt.resolve("mark")
-                rt.settle()
+                rt.upkeep.settle()
                 sizes.append(snapshot.diff.size if snapshot.diff else 0)
                 rt.delete_snapshot("mark")
                 return took

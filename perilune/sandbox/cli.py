@@ -24,6 +24,7 @@ from perilune.sandbox.images.recipe import parse
 from perilune.sandbox.images.source import Builder, Image
 from perilune.sandbox.runtime import Runtime
 from perilune.sandbox.sandbox import Process, Sandbox
+from perilune.sandbox.template import add_template, known_templates
 from perilune.sandbox.vmm.driver import Shape
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="MicroVMs that pause, resume, fork and snapshot.")
@@ -49,7 +50,7 @@ def _runtime(home: Path | None) -> Iterator[Runtime]:
         try:
             yield runtime
         finally:
-            runtime.settle()
+            runtime.upkeep.settle()
             runtime.release()
 
 
@@ -193,7 +194,7 @@ def ls(templates: Annotated[bool, typer.Option(help="templates and snapshots")] 
     """What exists."""
     with _runtime(home) as runtime:
         if templates:
-            for identity, kind, names, _ in runtime.templates():
+            for identity, kind, names, _ in known_templates(runtime):
                 if kind != "step":
                     typer.echo(f"{identity}  {kind:9} {' '.join(names)}")
             return
@@ -233,11 +234,11 @@ def build(
                 origin = runtime.resolve(recipe.origin)
             except SandboxError:
                 image = builder.registry(recipe.origin)
-                origin = runtime.add_template(image.raw, [f"image:{recipe.origin}"], shape, image.defaults)
+                origin = add_template(runtime, image.raw, [f"image:{recipe.origin}"], shape, image.defaults)
             made = run_recipe(runtime, origin, recipe, [name], log=typer.echo)
         else:
             image = _image(builder, source, path)
-            made = runtime.add_template(image.raw, [name], shape, image.defaults)
+            made = add_template(runtime, image.raw, [name], shape, image.defaults)
         typer.echo(made.id)
 
 

@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import os
 import secrets
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,7 @@ from perilune.sandbox.vmm.qemu import Qemu, QemuMachine
 
 @dataclass
 class Live:
-    """What a running sandbox is made of. `lock` is held by whoever changes its phase."""
+    """What a running sandbox is made of."""
 
     record: Record
     machine: QemuMachine
@@ -36,7 +35,6 @@ class Live:
     base: Path
     top: Path
     group: Group
-    lock: threading.RLock = field(default_factory=threading.RLock)
     slot: Slot | None = None
 
     def plug(self, home: Path) -> str:

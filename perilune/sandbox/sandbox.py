@@ -17,7 +17,8 @@ from perilune.sandbox.agent.wire import Change, Command, Entry, Op, Type
 from perilune.sandbox.catalogue import Network, Record
 from perilune.sandbox.errors import GuestError, InvalidRequest, NotFound, SandboxError, TimedOut
 from perilune.sandbox.live import Live
-from perilune.sandbox.runtime import Request, Runtime
+from perilune.sandbox.request import Request
+from perilune.sandbox.runtime import Runtime
 from perilune.sandbox.snapshot import Snapshot
 from perilune.sandbox.vmm.driver import Rates
 

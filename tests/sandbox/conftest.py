@@ -13,6 +13,7 @@ from perilune.sandbox.errors import SetupMissing
 from perilune.sandbox.guard import Guard
 from perilune.sandbox.images import ext4
 from perilune.sandbox.runtime import Runtime
+from perilune.sandbox.template import add_template
 from perilune.sandbox.vmm import qemu
 from perilune.sandbox.vmm.driver import Shape
 
@@ -88,5 +89,5 @@ def root_image(home: Path) -> Path:
 def runtime(home: Path, root_image: Path) -> Iterator[Runtime]:
     """A runtime with the template `base`."""
     with Runtime(home, Guard(disk_floor_mb=64)) as made:
-        made.add_template(root_image, ["base"], Shape(1, 256, 512))
+        add_template(made, root_image, ["base"], Shape(1, 256, 512))
         yield made

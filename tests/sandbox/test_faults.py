@@ -15,7 +15,7 @@ from perilune.sandbox import Guard, Network, Runtime, Sandbox, SandboxError
 from perilune.sandbox.catalogue import Phase
 from perilune.sandbox.errors import Conflict, DiskFull, GuestError, OutOfCapacity
 from perilune.sandbox.network import namespaces, prefix
-from perilune.sandbox.runtime import Request
+from perilune.sandbox.request import Request
 
 SERVER = """
 import sys, time
@@ -73,7 +73,7 @@ def test_a_server_killed_at_any_instant_loses_nothing(runtime: Runtime, seed: in
     time.sleep(random.Random(seed).uniform(0.5, 3.0))
     server.kill()
     last = int((server.communicate()[0].split() or ["0"])[-1])
-    runtime.recover()
+    runtime.upkeep.recover()
     record = runtime.catalogue.get(identity)
     box = Sandbox(runtime, identity)
     if record.phase is Phase.LOST:
@@ -172,8 +172,8 @@ def test_two_hundred_leave_nothing(runtime: Runtime) -> None:
         for one in made:
             assert not isinstance(one, SandboxError)
             runtime.kill(one.id)
-    runtime.settle()
-    runtime.collect(0)
+    runtime.upkeep.settle()
+    runtime.upkeep.collect(0)
     after = (machines(), len(list(runtime.store.run.iterdir())), Path("/proc/mounts").read_text().count("\n"))
     assert after == before
 

@@ -21,7 +21,9 @@ from perilune.sandbox.errors import (
     SnapshotIncompatible,
     VmmDied,
 )
-from perilune.sandbox.runtime import Request, Runtime
+from perilune.sandbox.request import Request
+from perilune.sandbox.runtime import Runtime
+from perilune.sandbox.template import known_templates
 
 
 def run(runtime: Runtime, identity: str, script: str, user: str = "user") -> str:
@@ -158,7 +160,7 @@ def test_a_panic_is_told_as_such(runtime: Runtime) -> None:
 def test_one_byte_less_is_refused(runtime: Runtime, part: str) -> None:
     box = runtime.create(Request())
     runtime.pause(box.id)
-    runtime.settle()
+    runtime.upkeep.settle()
     snapshot = runtime.store.read(runtime.record(box.id).snapshot)
     path = runtime.store.layers / snapshot.top if part == "layer" else runtime.store.path(snapshot.id) / part
     path.write_bytes(path.read_bytes()[:-1])
@@ -171,7 +173,7 @@ def test_one_byte_less_is_refused(runtime: Runtime, part: str) -> None:
 def test_another_host_is_refused_in_one_sentence(runtime: Runtime) -> None:
     box = runtime.create(Request())
     runtime.pause(box.id)
-    runtime.settle()
+    runtime.upkeep.settle()
     there = replace(runtime.platform, accelerator="kvm")
     snapshot = runtime.store.read(runtime.record(box.id).snapshot)
     with pytest.raises(SnapshotIncompatible, match=r"accelerator 'tcg' \(this host has 'kvm'\)"):
@@ -194,10 +196,10 @@ def test_a_timeout_pauses_and_another_kills(runtime: Runtime) -> None:
 def test_nothing_is_left(runtime: Runtime) -> None:
     assert runtime.records() == []
     base = runtime.resolve("base").id
-    for identity in [identity for identity, *_ in runtime.templates() if identity != base]:
+    for identity in [identity for identity, *_ in known_templates(runtime) if identity != base]:
         runtime.delete_snapshot(identity)
-    runtime.settle()
-    runtime.collect(0)
+    runtime.upkeep.settle()
+    runtime.upkeep.collect(0)
     assert list(runtime.store.run.iterdir()) == []
     template = runtime.resolve("base")
     assert {path.name for path in runtime.store.layers.iterdir()} == {name for name, _ in template.layers}

@@ -10,6 +10,7 @@ from perilune.sandbox import Runtime, Sandbox, SandboxError
 from perilune.sandbox.agent.wire import Change
 from perilune.sandbox.errors import GuestError, NotFound, TimedOut
 from perilune.sandbox.images.recipe import StepFailed, build, parse
+from perilune.sandbox.template import known_templates
 
 
 def test_a_working_day(runtime: Runtime, tmp_path: Path) -> None:
@@ -91,5 +92,5 @@ def test_a_dockerfile_is_built_once(runtime: Runtime, tmp_path: Path) -> None:
     broken = parse("FROM base\nRUN exit 9", tmp_path)
     with pytest.raises(StepFailed, match=r"step 1: .*status 9"):
         build(runtime, origin, broken, ["never"])
-    for name in ["cooked", *[n for _, kind, names, _ in runtime.templates() if kind == "step" for n in names]]:
+    for name in ["cooked", *[n for _, kind, names, _ in known_templates(runtime) if kind == "step" for n in names]]:
         runtime.delete_snapshot(name)

@@ -20,6 +20,7 @@ from perilune.sandbox.images.recipe import Recipe, Step, StepFailed, build
 from perilune.sandbox.images.source import Builder
 from perilune.sandbox.runtime import Runtime
 from perilune.sandbox.snapshot import Snapshot
+from perilune.sandbox.template import add_template, known_templates
 from perilune.sandbox.vmm.driver import Shape
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
@@ -148,7 +149,7 @@ class Templates:
         image = Builder(self._runtime.home / "images").registry(
             name, registry.get("username"), registry.get("password")
         )
-        return self._runtime.add_template(image.raw, [key], job.shape, replace(image.defaults, start=""))
+        return add_template(self._runtime, image.raw, [key], job.shape, replace(image.defaults, start=""))
 
     async def status(self, request: web.Request) -> web.Response:
         """GET status?logsOffset=: building, ready or error, with the log from there on (100 entries at most)."""
@@ -217,7 +218,7 @@ class Templates:
     async def tags(self, request: web.Request) -> web.Response:
         """GET /templates/{id}/tags"""
         name, found = request.match_info["id"].split(":")[0], []
-        for snapshot, _, names, created in await blocking(lambda: list(self._runtime.templates())):
+        for snapshot, _, names, created in await blocking(lambda: list(known_templates(self._runtime))):
             for known in names:
                 if known.partition(":")[0] == name:
                     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created))
@@ -242,7 +243,7 @@ class Templates:
         """GET /templates, /v2/templates"""
 
         def collect() -> list[dict[str, Any]]:
-            return [self._view(i, n, c) for i, kind, n, c in self._runtime.templates() if kind == "template"]
+            return [self._view(i, n, c) for i, kind, n, c in known_templates(self._runtime) if kind == "template"]
 
         return web.json_response(await blocking(collect))
 

@@ -18,9 +18,11 @@ from pathlib import Path, PurePosixPath
 from perilune.sandbox.errors import InvalidRequest, SandboxError
 from perilune.sandbox.images.source import tree_digest
 from perilune.sandbox.images.unpack import unpack
-from perilune.sandbox.runtime import Request, Runtime
+from perilune.sandbox.request import Request
+from perilune.sandbox.runtime import Runtime
 from perilune.sandbox.sandbox import Sandbox
 from perilune.sandbox.snapshot import Snapshot
+from perilune.sandbox.template import publish
 
 Log = Callable[[str], None]
 KINDS = ("RUN", "COPY", "ENV", "ARG", "WORKDIR", "USER", "CMD")
@@ -145,7 +147,7 @@ def build(
             if step.kind in ("RUN", "COPY"):
                 runtime.snapshot(box.id, f"step:{marks[number - 1]}", kind="step")
         _start(box, recipe.command, ready, len(recipe.steps) + 1, log)
-        return runtime.publish(box.id, names, recipe.command)
+        return publish(runtime, box.id, names, recipe.command)
     finally:
         if any(record.id == box.id for record in runtime.records()):
             box.kill()

@@ -56,3 +56,8 @@ class Child:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def alive(pid: int, started: int) -> bool:
+    """Whether the process that `started_at` named is there still."""
+    return bool(pid) and started_at(pid) == started
