@@ -188,6 +188,7 @@ def serve(
         offload_bytes=int(offload_gb * 1e9),
         speculate=speculate,
         cuda_graphs=cuda_graphs,
+        priorities=("short", "interactive", "medium", "long", "batch"),  # the router's classes, a client's between
     )
     manners = ServeOptions(
         name=name or where.resolve().name,
@@ -199,6 +200,26 @@ def serve(
     engine = Engine(model, sizes)
     service = Service(Worker(engine), tokenizer, engine.context, model.config.vocab_size, manners)
     run_server(service, host, port)
+
+
+@app.command()
+@_one_sentence
+def route(
+    workers: Annotated[list[str], typer.Option(help="Addresses of `perilune serve`, comma-separated or repeated.")],
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 picks a free one and logs it.")] = 8080,
+    api_key: Annotated[list[str] | None, typer.Option(envvar="PERILUNE_API_KEY", help="Opens /v1.")] = None,
+    budget: Annotated[float, typer.Option(help="Cost in flight on a worker, in new tokens.")] = 1e6,
+    wait: Annotated[float, typer.Option(help="Seconds a request may wait for its budget before 429.")] = 10.0,
+    drain_seconds: Annotated[float, typer.Option(help="For running requests after SIGTERM.")] = 60.0,
+) -> None:
+    """Route to many servers: a session stays on its worker, a burst of long prompts starves no short one."""
+    from perilune.serve.http import ServeOptions
+    from perilune.serve.router import route as run_router
+
+    urls = [url for one in workers for url in one.split(",") if url]
+    manners = ServeOptions(api_keys=frozenset(api_key or ()))
+    run_router(urls, host, port, drain_seconds=drain_seconds, budget=budget, wait=wait, options=manners)
 
 
 @app.command()

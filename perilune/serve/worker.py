@@ -110,6 +110,10 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
+    def drain(self) -> None:
+        """Take no new request from here on."""
+        self.draining = True
+
     def stop(self) -> None:
         """End the thread; requests still running are cancelled."""
         self._commands.put(self._halt)

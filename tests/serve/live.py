@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
+import openai
 import torch
 import uvicorn
 
@@ -114,22 +116,33 @@ class Scripted:
 
 
 @contextlib.contextmanager
-def serving(engine: Runs, context: int = 4096, **options: Any) -> Iterator["Live"]:
-    """A uvicorn server on loopback around `engine`."""
-    worker = Worker(engine)
-    tokenizer = toy_tokenizer()
-    service = Service(worker, tokenizer, context, tokenizer.vocab_size, ServeOptions(name="toy", **options))
+def running(app: Any) -> Iterator[str]:
+    """An ASGI application on loopback, in a thread; its address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=2))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.005)
     try:
-        yield Live(f"http://127.0.0.1:{listener.getsockname()[1]}", worker, service)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(10)
+
+
+@contextlib.contextmanager
+def serving(engine: Runs, context: int = 4096, **options: Any) -> Iterator["Live"]:
+    """A server around `engine`."""
+    worker = Worker(engine)
+    tokenizer = toy_tokenizer()
+    service = Service(worker, tokenizer, context, tokenizer.vocab_size, ServeOptions(name="toy", **options))
+    with running(create_app(service)) as url, client(url) as http:
+        yield Live(url, worker, service, http)
+
+
+def client(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=60, verify=False)  # no certificates to read: a second saved
 
 
 @dataclass
@@ -137,13 +150,18 @@ class Live:
     url: str
     worker: Worker
     service: Service
-    document: Any = None  # OpenAPI
-    session: Any = None  # an httpx client
+    http: httpx.Client
+
+    @functools.cached_property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, http_client=self.http)
 
 
 def soon(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     """Whether `condition` comes true within `seconds`."""
     end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
+    while time.monotonic() < end:
+        if condition():
+            return True
         time.sleep(0.01)
-    return condition()
+    return False

@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from serve.live import Live, Scripted, serving, soon, toy_tokenizer, written
@@ -16,10 +15,6 @@ WEATHER = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
-
-
-def client(live: Live, **options: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0, **options)
 
 
 def says(*ids: int, **options: Any) -> Scripted:
@@ -43,7 +38,7 @@ def rebuilt(chunks: list[Any]) -> dict[str, Any]:
 
 def test_an_answer_with_reasoning() -> None:
     with serving(says(*written("I think 🌙", "你好 world"))) as live:
-        answer = client(live).chat.completions.create(model="toy", messages=HI)
+        answer = live.openai.chat.completions.create(model="toy", messages=HI)
     message = answer.choices[0].message
     assert (message.content, message.reasoning_content) == ("你好 world", "I think 🌙")
     assert (answer.choices[0].finish_reason, answer.object, answer.model) == ("stop", "chat.completion", "toy")
@@ -53,9 +48,9 @@ def test_the_stream_is_the_answer() -> None:
     calls = [{"name": "weather", "arguments": {"city": "Köln 🌙"}}, {"name": "weather", "arguments": {}}]
     with serving(says(*written("hm", "wait", *calls))) as live:
         ask = {"model": "toy", "messages": HI, "tools": [WEATHER]}
-        whole = client(live).chat.completions.create(**ask)
+        whole = live.openai.chat.completions.create(**ask)
         usage = {"include_usage": True}
-        chunks = list(client(live).chat.completions.create(**ask, stream=True, stream_options=usage))
+        chunks = list(live.openai.chat.completions.create(**ask, stream=True, stream_options=usage))
     message = whole.choices[0].message
     assert message.tool_calls is not None
     assert rebuilt(chunks) == {
@@ -81,7 +76,7 @@ def test_async_clients_are_answered_together() -> None:
 
 def test_usage_counts_as_the_hosted_api_does() -> None:
     with serving(says(*written("a b", "c"), cached=40)) as live:
-        usage = client(live).chat.completions.create(model="toy", messages=HI, n=2).usage
+        usage = live.openai.chat.completions.create(model="toy", messages=HI, n=2).usage
     prompt = render(read_request({"messages": HI}))
     stub = len(toy_tokenizer().encode("think")) + 2  # the open channel tag is not billed
     assert usage is not None and usage.prompt_tokens_details is not None
@@ -99,7 +94,7 @@ def test_a_stop_string_across_tokens_never_leaks_and_frees_the_request(stream: b
     engine = says(*ids, seconds=0.001)
     with serving(engine) as live:
         ask = {"model": "toy", "messages": HI, "stop": ["END", "unheard"], "extra_body": {"thinking": False}}
-        answer = client(live).chat.completions.create(**ask, stream=stream)
+        answer = live.openai.chat.completions.create(**ask, stream=stream)
         if stream:
             told = rebuilt(list(answer))
             text, finish = told["content"], told["finish"]
@@ -111,14 +106,14 @@ def test_a_stop_string_across_tokens_never_leaks_and_frees_the_request(stream: b
 
 def test_stop_strings_leave_reasoning_alone() -> None:
     with serving(says(*written("the END comes", "now"))) as live:
-        answer = client(live).chat.completions.create(model="toy", messages=HI, stop="END").choices[0]
+        answer = live.openai.chat.completions.create(model="toy", messages=HI, stop="END").choices[0]
     assert (answer.message.reasoning_content, answer.message.content) == ("the END comes", "now")
 
 
 def test_half_a_stop_string_is_shown_when_its_channel_ends() -> None:
     with serving(says(*written("hm", "so it EN"))) as live:
         assert (
-            client(live).chat.completions.create(model="toy", messages=HI, stop="END").choices[0].message.content
+            live.openai.chat.completions.create(model="toy", messages=HI, stop="END").choices[0].message.content
             == "so it EN"
         )
 
@@ -126,8 +121,8 @@ def test_half_a_stop_string_is_shown_when_its_channel_ends() -> None:
 def test_log_probabilities_are_those_of_the_content() -> None:
     with serving(says(*written("hm", "moon 🌙 moon"))) as live:
         ask = {"model": "toy", "messages": HI, "logprobs": True, "top_logprobs": 2}
-        whole = client(live).chat.completions.create(**ask).choices[0]
-        chunks = list(client(live).chat.completions.create(**ask, stream=True))
+        whole = live.openai.chat.completions.create(**ask).choices[0]
+        chunks = list(live.openai.chat.completions.create(**ask, stream=True))
     assert whole.logprobs is not None and whole.logprobs.content is not None
     spoken = b"".join(bytes(entry.bytes or ()) for entry in whole.logprobs.content)
     assert spoken.decode() == whole.message.content == "moon 🌙 moon"
@@ -143,14 +138,14 @@ class _NONE:
 def test_log_probabilities_end_with_the_text_that_a_stop_string_cuts() -> None:
     with serving(says(*written("hm", "moon END moon"))) as live:
         ask = {"model": "toy", "messages": HI, "logprobs": True, "stop": "END"}
-        answer = client(live).chat.completions.create(**ask).choices[0]
+        answer = live.openai.chat.completions.create(**ask).choices[0]
     assert answer.logprobs is not None and answer.logprobs.content is not None
     assert b"".join(bytes(entry.bytes or ()) for entry in answer.logprobs.content).decode() == "moon "
 
 
 def test_truncated_reasoning_is_reasoning() -> None:
     with serving(says(*written("a long thought", "never said"))) as live:
-        answer = client(live).chat.completions.create(model="toy", messages=HI, max_tokens=5).choices[0]
+        answer = live.openai.chat.completions.create(model="toy", messages=HI, max_tokens=5).choices[0]
     assert answer.finish_reason == "length" and answer.message.content == ""
     assert "a long thought".startswith(answer.message.reasoning_content)
 
@@ -160,7 +155,7 @@ def test_a_call_nobody_allowed_is_dropped(choice: str | None) -> None:
     ids = written("hm", "no", {"name": "weather", "arguments": {"city": "Rome"}})
     ask: dict[str, Any] = {"tools": [WEATHER], "tool_choice": choice} if choice else {}
     with serving(says(*ids)) as live:
-        answer = client(live).chat.completions.create(model="toy", messages=HI, **ask).choices[0]
+        answer = live.openai.chat.completions.create(model="toy", messages=HI, **ask).choices[0]
     assert (answer.message.tool_calls, answer.message.content, answer.finish_reason) == (None, "no", "stop")
 
 
@@ -168,7 +163,7 @@ def test_choices_differ_in_their_seeds_and_a_seed_fixes_them() -> None:
     engine = says(*written("hm", "yes"))
     with serving(engine) as live:
         for _ in range(2):
-            answer = client(live).chat.completions.create(model="toy", messages=HI, n=3, seed=7)
+            answer = live.openai.chat.completions.create(model="toy", messages=HI, n=3, seed=7)
             assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert [request.sampling.seed for request in engine.seen] == [7, 8, 9] * 2
 
@@ -177,7 +172,7 @@ def test_what_the_engine_is_asked() -> None:
     engine = says(*written("hm", "yes"))
     with serving(engine) as live:
         body = {"cache_salt": "tenant", "prompt_cache_key": "s", "top_k": 5, "min_p": 0.1, "service_tier": "flex"}
-        client(live).chat.completions.create(
+        live.openai.chat.completions.create(
             model="toy", messages=[*HI, {"role": "assistant", "content": "a"}, *HI], temperature=0, max_tokens=9,
             logit_bias={"3": -100}, extra_body=body,
         )  # fmt: skip
@@ -193,8 +188,8 @@ def test_plain_completions() -> None:
     ids = toy_tokenizer().encode("the sea 🌊 is far")
     with serving(says(*ids)) as live:
         ask = {"model": "toy", "prompt": ["the moon", [70, 71]], "logprobs": 1, "echo": True, "n": 2}
-        whole = client(live).completions.create(**ask)
-        chunks = list(client(live).completions.create(**ask, stream=True))
+        whole = live.openai.completions.create(**ask)
+        chunks = list(live.openai.completions.create(**ask, stream=True))
     texts = [toy_tokenizer().decode([*prompt, *ids]) for prompt in (toy_tokenizer().encode("the moon"), [70, 71])]
     assert [choice.text for choice in whole.choices] == [texts[0]] * 2 + [texts[1]] * 2
     assert [choice.finish_reason for choice in whole.choices] == ["length"] * 4
@@ -207,10 +202,10 @@ def test_plain_completions() -> None:
 
 def test_ids_on_request() -> None:
     with serving(says(*written("hm", "yes"))) as live:
-        url = f"{live.url}/v1/chat/completions"
+        url = "/v1/chat/completions"
         body = {"messages": HI, "return_token_ids": True}
-        whole = httpx.post(url, json=body).json()
-        lines = httpx.post(url, json={**body, "stream": True}).text.split("\n\n")
+        whole = live.http.post(url, json=body).json()
+        lines = live.http.post(url, json={**body, "stream": True}).text.split("\n\n")
     assert whole["choices"][0]["token_ids"] == written("hm", "yes")
     assert whole["prompt_token_ids"] == [render(read_request({"messages": HI})).ids(toy_tokenizer())]
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -9,7 +10,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serve.live import Scripted, serving, soon, written
+from serve.live import Live, Scripted, serving, soon, written
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -18,11 +19,9 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type":
 
 
 @pytest.fixture(scope="module")
-def live() -> Any:
+def live() -> Iterator[Live]:
     with serving(Scripted(lambda _: written("hm", "yes")), context=2000) as server:
-        server.document = httpx.get(server.url + "/openapi.json").json()
-        with httpx.Client(timeout=30) as server.session:
-            yield server
+        yield server
 
 
 def refused(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -71,59 +70,59 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         ("/tokenize", {}, "prompt"),
     ],
 )
-def test_a_bad_key_is_named(live: Any, path: str, body: dict[str, Any], param: str) -> None:
+def test_a_bad_key_is_named(live: Live, path: str, body: dict[str, Any], param: str) -> None:
     full = {"messages": HI, **body} if path == CHAT else body
     for stream in (False, True):
-        assert refused(httpx.post(live.url + path, json={**full, "stream": stream}), 400)["param"] == param
+        assert refused(live.http.post(path, json={**full, "stream": stream}), 400)["param"] == param
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"moon"', b"\xff\xfe", b"[" * 100_000, b"null"])
-def test_a_body_that_is_no_object(live: Any, body: bytes) -> None:
-    refused(httpx.post(live.url + CHAT, content=body, headers={"content-type": "application/json"}), 400)
+def test_a_body_that_is_no_object(live: Live, body: bytes) -> None:
+    refused(live.http.post(CHAT, content=body, headers={"content-type": "application/json"}), 400)
 
 
-def test_other_refusals(live: Any) -> None:
-    assert refused(httpx.post(live.url + CHAT, json={"messages": HI, "model": "gpt"}), 404)["code"] == "model_not_found"
-    refused(httpx.get(live.url + "/v1/nothing"), 404)
-    refused(httpx.get(live.url + CHAT), 405)
+def test_other_refusals(live: Live) -> None:
+    assert refused(live.http.post(CHAT, json={"messages": HI, "model": "gpt"}), 404)["code"] == "model_not_found"
+    refused(live.http.get("/v1/nothing"), 404)
+    refused(live.http.get(CHAT), 405)
     long = {"messages": [{"role": "user", "content": "moon " * 3000}]}
-    assert refused(httpx.post(live.url + CHAT, json=long), 400)["code"] == "context_length_exceeded"
+    assert refused(live.http.post(CHAT, json=long), 400)["code"] == "context_length_exceeded"
 
 
-def test_a_lone_surrogate_is_answered(live: Any) -> None:
+def test_a_lone_surrogate_is_answered(live: Live) -> None:
     for text in (r'{"messages": [{"role": "user", "content": "\ud83c"}]}', r'{"messages": [{"role": "\ud83c"}]}'):
-        response = httpx.post(live.url + CHAT, content=text, headers={"content-type": "application/json"})
+        response = live.http.post(CHAT, content=text, headers={"content-type": "application/json"})
         assert response.status_code in (200, 400)
 
 
-def test_the_request_id_comes_back(live: Any) -> None:
-    assert httpx.get(live.url + "/health", headers={"x-request-id": "mine-7"}).headers["x-request-id"] == "mine-7"
-    assert len(httpx.get(live.url + "/nothing").headers["x-request-id"]) == 32
+def test_the_request_id_comes_back(live: Live) -> None:
+    assert live.http.get("/health", headers={"x-request-id": "mine-7"}).headers["x-request-id"] == "mine-7"
+    assert len(live.http.get("/nothing").headers["x-request-id"]) == 32
 
 
 def test_a_key_opens_the_api_and_only_the_api_needs_it() -> None:
     with serving(Scripted(lambda _: written("hm", "yes")), api_keys=frozenset({"sesame", "other"})) as live:
-        refused(httpx.get(live.url + "/v1/models"), 401)
-        refused(httpx.post(live.url + CHAT, json={"messages": HI}, headers={"authorization": "Bearer sesam"}), 401)
-        assert httpx.get(live.url + "/health").status_code == httpx.get(live.url + "/").status_code == 200
+        refused(live.http.get("/v1/models"), 401)
+        refused(live.http.post(CHAT, json={"messages": HI}, headers={"authorization": "Bearer sesam"}), 401)
+        assert live.http.get("/health").status_code == live.http.get("/").status_code == 200
         with openai.OpenAI(base_url=live.url + "/v1", api_key="sesame") as client:
             assert client.models.list().data[0].id == "toy"
 
 
 def test_a_large_body_is_refused_whether_it_says_its_length_or_not() -> None:
     with serving(Scripted(lambda _: ()), max_body=1000) as live:
-        refused(httpx.post(live.url + CHAT, content=b"x" * 1001), 413)
-        refused(httpx.post(live.url + CHAT, content=(b"x" * 100 for _ in range(11))), 413)
+        refused(live.http.post(CHAT, content=b"x" * 1001), 413)
+        refused(live.http.post(CHAT, content=(b"x" * 100 for _ in range(11))), 413)
 
 
 def test_a_full_engine_is_429_with_a_time() -> None:
     engine = Scripted(lambda _: [70] * 10_000, seconds=0.001, slots=1)
     with (
         serving(engine) as live,
-        httpx.stream("POST", live.url + TEXT, json={"prompt": "x", "stream": True, "max_tokens": 9999}),
+        live.http.stream("POST", TEXT, json={"prompt": "x", "stream": True, "max_tokens": 9999}),
     ):
         assert soon(lambda: engine.busy)
-        response = httpx.post(live.url + TEXT, json={"prompt": "x", "n": 3})
+        response = live.http.post(TEXT, json={"prompt": "x", "n": 3})
         assert refused(response, 429)["type"] == "rate_limit_error"
         assert 1 <= int(response.headers["retry-after"]) <= 60
 
@@ -131,18 +130,18 @@ def test_a_full_engine_is_429_with_a_time() -> None:
 def test_a_limit_on_requests_in_flight() -> None:
     engine = Scripted(lambda _: [70] * 10_000, seconds=0.001)
     with serving(engine, max_requests=1) as live:
-        with httpx.stream("POST", live.url + TEXT, json={"prompt": "x", "stream": True, "max_tokens": 9999}):
-            refused(httpx.post(live.url + TEXT, json={"prompt": "x"}), 429)
+        with live.http.stream("POST", TEXT, json={"prompt": "x", "stream": True, "max_tokens": 9999}):
+            refused(live.http.post(TEXT, json={"prompt": "x"}), 429)
         assert soon(lambda: not engine.busy)
-        assert httpx.post(live.url + TEXT, json={"prompt": "x", "max_tokens": 2}).status_code == 200
+        assert live.http.post(TEXT, json={"prompt": "x", "max_tokens": 2}).status_code == 200
 
 
 def test_a_failed_engine_fails_its_requests_and_takes_no_more() -> None:
     with serving(Scripted(lambda _: [70] * 100, fails_at=5)) as live:
-        lines = httpx.post(live.url + TEXT, json={"prompt": "x", "stream": True, "max_tokens": 50}).text.split("\n\n")
+        lines = live.http.post(TEXT, json={"prompt": "x", "stream": True, "max_tokens": 50}).text.split("\n\n")
         assert "a wire came loose" in json.loads(lines[-3].removeprefix("data: "))["error"]["message"]
-        refused(httpx.post(live.url + TEXT, json={"prompt": "x"}), 503)
-        assert httpx.get(live.url + "/health").status_code == 503
+        refused(live.http.post(TEXT, json={"prompt": "x"}), 503)
+        assert live.http.get("/health").status_code == 503
 
 
 @pytest.mark.parametrize(
@@ -158,9 +157,9 @@ def test_a_failed_engine_fails_its_requests_and_takes_no_more() -> None:
 def test_strict_vendor_fixes_sampling(key: str, fine: list[float], wrong: list[float]) -> None:
     with serving(Scripted(lambda _: written("hm", "yes")), strict_vendor=True) as live:
         for value in (*fine, None):
-            assert httpx.post(live.url + CHAT, json={"messages": HI, key: value}).status_code == 200
+            assert live.http.post(CHAT, json={"messages": HI, key: value}).status_code == 200
         for value in wrong:
-            assert refused(httpx.post(live.url + CHAT, json={"messages": HI, key: value}), 400)["param"] == key
+            assert refused(live.http.post(CHAT, json={"messages": HI, key: value}), 400)["param"] == key
 
 
 # ------------------------------------------------------------------ fuzz over the OpenAPI document
@@ -245,15 +244,15 @@ def of_schema(schema: dict[str, Any], components: dict[str, Any]) -> st.SearchSt
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_nothing_a_client_sends_is_a_5xx(live: Any, data: st.DataObject) -> None:
-    document = live.document
+def test_nothing_a_client_sends_is_a_5xx(live: Live, data: st.DataObject) -> None:
+    document = live.http.get("/openapi.json").json()
     path = data.draw(st.sampled_from(sorted(p for p, ways in document["paths"].items() if "post" in ways)))
     schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     body = data.draw(of_schema(schema, document["components"]["schemas"]))
     for key in data.draw(st.lists(st.sampled_from([*body, "thinking", "extra"]), max_size=2)):
         body[key] = data.draw(_ANY)
     text = json.dumps(body)
-    response = live.session.post(live.url + path, content=text, headers={"content-type": "application/json"})
+    response = live.http.post(path, content=text, headers={"content-type": "application/json"})
     assert response.status_code in (200, 400, 404, 429), (path, text, response.text)
     if response.status_code != 200:
         assert response.json()["error"]["message"]

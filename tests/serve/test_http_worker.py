@@ -39,7 +39,7 @@ def test_a_client_that_hangs_up_frees_its_requests(stream: bool, choices: int) -
             assert soon(lambda: len(engine.seen) == choices)
         assert soon(lambda: not engine.busy)
         assert len(engine.cancelled) == choices and not live.worker.streams
-        assert httpx.post(live.url + "/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
+        assert live.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
 
 
 def test_clients_that_come_and_go_leave_a_real_engine_idle() -> None:
@@ -98,7 +98,7 @@ def test_the_log_names_the_request_and_not_what_it_said(caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO, "perilune.serve")
     with serving(Scripted(lambda _: [70])) as live:
         body = {"prompt": "secret moon", "max_tokens": 1, "prompt_cache_key": "agent-7"}
-        httpx.post(live.url + "/v1/completions", json=body, headers={"x-request-id": "mine-7"})
+        live.http.post("/v1/completions", json=body, headers={"x-request-id": "mine-7"})
     (line,) = [record.getMessage() for record in caplog.records if "/v1/completions" in record.getMessage()]
     assert line.startswith("mine-7 POST /v1/completions 200 ") and "session='agent-7'" in line
     assert "moon" not in line
@@ -106,9 +106,9 @@ def test_the_log_names_the_request_and_not_what_it_said(caplog: pytest.LogCaptur
 
 def test_metrics_tell_latencies_and_the_engine() -> None:
     with serving(Scripted(lambda _: [70] * 9)) as live:
-        httpx.post(live.url + "/v1/completions", json={"prompt": "x", "max_tokens": 9, "n": 2})
-        httpx.post(live.url + "/v1/completions", json={"prompt": "x", "temperature": 9})
-        text = httpx.get(live.url + "/metrics").text
+        live.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 9, "n": 2})
+        live.http.post("/v1/completions", json={"prompt": "x", "temperature": 9})
+        text = live.http.get("/metrics").text
     for line in (
         'perilune_requests_total{path="/v1/completions",status="200"} 1.0',
         'perilune_requests_total{path="/v1/completions",status="400"} 1.0',

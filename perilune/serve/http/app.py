@@ -37,7 +37,7 @@ def create_app(service: Service) -> FastAPI:
     _routes(app, service)
     _page(app)
     _errors(app)
-    app.add_middleware(Gate, options=service.options, metrics=service.metrics)
+    app.add_middleware(Gate, options=service.options, requests=service.metrics.requests)
     return app
 
 
@@ -50,6 +50,7 @@ def _routes(app: FastAPI, service: Service) -> None:
         if len(worker.streams) >= options.max_requests:
             raise unavailable(service, "Too many requests are in flight; try again.", 429, "rate_limit_exceeded")
         job = await run_in_threadpool(make, service, body)  # long prompts take a while
+        job.placed_by(http.headers)
         return await answer(service, job, http)
 
     @app.post("/v1/chat/completions")

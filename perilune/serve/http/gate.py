@@ -5,23 +5,23 @@ import logging
 import time
 import uuid
 
+from prometheus_client import Counter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perilune.serve.http.errors import ApiError
-from perilune.serve.http.metrics import Metrics
 from perilune.serve.http.options import ServeOptions
 
 log = logging.getLogger("perilune.serve")
 _OPEN = ("/health", "/metrics", "/live", "/", "/page.css", "/page.js", "/favicon.ico")
-_KNOWN = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", *_OPEN)
+_KNOWN = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/v1/workers", "/v1/drain", *_OPEN)
 
 
 class Gate:
     """Middleware of plain ASGI, so that a client's disconnect still reaches the handlers."""
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
-        self._app, self._options, self._metrics = app, options, metrics
+    def __init__(self, app: ASGIApp, options: ServeOptions, requests: Counter) -> None:
+        self._app, self._options, self._requests = app, options, requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,7 +44,7 @@ class Gate:
             await error.response()(scope, receive, answer)
         finally:
             path = scope["path"] if scope["path"] in _KNOWN else "other"
-            self._metrics.requests.labels(path, status or 499).inc()
+            self._requests.labels(path, status or 499).inc()
             _write(scope, id, status, time.perf_counter() - begun)
         return None
 

@@ -6,7 +6,7 @@ wrong with a request is a 400 and never a broken stream.
 
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -54,6 +54,12 @@ class Job:
     include_usage: bool = False
     session: str | None = None
     prompts: list[tuple[int, ...]] | None = None  # to be returned with the ids, if asked for
+
+    def placed_by(self, headers: Mapping[str, str]) -> None:
+        """Take over what a router says: the request's class, and the session where the body names none."""
+        self.session = self.session or headers.get("x-session-id")
+        if kind := headers.get("x-request-class"):
+            self.requests = [replace(request, priority=kind) for request in self.requests]
 
     def choice(self, request_id: str) -> Choice:
         return self.choices[int(request_id.rpartition("-")[2])]
