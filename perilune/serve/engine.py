@@ -45,7 +45,7 @@ class Engine:
         self.context = min(o.context or model.config.max_position_embeddings, model.config.max_position_embeddings)
         wide = torch.promote_types(weight.dtype, torch.float32)
         geometry = Geometry(model.config, o.block_tokens or default_block(model.config), weight.dtype, wide)
-        pool = Pool(geometry, _pages(geometry, o), self.device)
+        pool = Pool(geometry, _pages(geometry, o), self.device, _offload(geometry, o, self.device))
         self.scheduler = Scheduler(Paged(pool, o.max_batch, self.context), o, self.context)
         self._here: dict[str, Sequence] = {}
         self._ended: list[Delta] = []
@@ -249,6 +249,12 @@ def _heard(s: Sequence) -> tuple[TokenLogprob | None, ...] | None:
         return None
     s.told = True
     return tuple(s.heard)
+
+
+def _offload(g: Geometry, o: EngineOptions, device: torch.device) -> Pool | None:
+    """Pages in CPU memory for what the pool evicts, pinned where a GPU copies to and from them."""
+    pages = o.offload_bytes // g.page_bytes
+    return Pool(g, 1 + pages, "cpu", pin=device.type == "cuda") if pages else None
 
 
 def _pages(g: Geometry, o: EngineOptions) -> int:

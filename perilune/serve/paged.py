@@ -104,10 +104,9 @@ class Paged:
 
     def copy_latents(self, source: Block, target: Block, tokens: int, origin: Pool | None = None) -> None:
         """The first `tokens` of a page, in every MLA layer."""
-        theirs = (origin or self.pool).latents
-        device = self.pool.memory.device
-        for a, b in zip(source.pages, target.pages):
-            self.pool.latents[b, :tokens] = theirs[a, :tokens].to(device, non_blocking=True)
+        latents = (origin or self.pool).latents
+        for theirs, page in zip(source.pages, target.pages):
+            self.pool.latents[page, :tokens].copy_(latents[theirs, :tokens], non_blocking=True)
 
     def export(self, state: Block | None, latents: Sequence[Block], length: int) -> State:
         """A copy of what the blocks hold of the first `length` tokens."""
@@ -127,9 +126,10 @@ class Paged:
                 self.pool.states[page] = value.kda[layer].to(self.pool.states)
                 self.pool.tails[page] = value.conv[layer].to(self.pool.tails).view(self.pool.tails.shape[1:])
         for i, layer in enumerate(self._mla):
-            theirs = value.mla.get(layer)
-            for j, part in enumerate(() if theirs is None else theirs.split(self.geometry.page_tokens)):
-                self.pool.latents[latents[j].pages[i], : len(part)] = part.to(self.pool.latents)
+            theirs = value.mla.get(layer, self.pool.latents[0, :0])
+            for j, block in enumerate(latents):
+                part = theirs[j * self.geometry.page_tokens :][: self.geometry.page_tokens]
+                self.pool.latents[block.pages[i], : len(part)] = part.to(self.pool.latents)
 
     def check(self, value: State) -> None:
         """Raise ValueError naming the first layer of a State that does not fit this model."""

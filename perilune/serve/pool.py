@@ -212,9 +212,12 @@ class Pool:
     # --- bytes ----------------------------------------------------------------------------------------------
 
     def copy(self, source: Block, target: Block, origin: "Pool | None" = None) -> None:
-        """All bytes of a block, from this pool or another."""
-        pages = (origin or self).memory[(origin or self)._index(source)]
-        self.memory[self._index(target)] = pages.to(self.memory.device, non_blocking=True)
+        """All bytes of a block, from this pool or another, in the order of the device's stream."""
+        if origin is None or origin is self:
+            self.memory[self._index(target)] = self.memory[self._index(source)]
+            return
+        for page, theirs in zip(target.pages, source.pages):
+            self.memory[page].copy_(origin.memory[theirs], non_blocking=True)
 
     def receive(self, block: Block, origin: "Pool") -> None:
         """Keep a copy of another pool's block under the same keys, unless it is here or does not fit."""

@@ -47,7 +47,7 @@ def distribution(logits_NV: Tensor, rows: Sequence[Row]) -> Tensor:
         return _one_hot(logits)
     warm = [r.sampling.temperature or 1.0 for r in rows]
     if any(t != 1 for t in warm):
-        logits = logits / torch.tensor(warm, device=logits.device).unsqueeze(1)
+        logits = logits / torch.tensor(warm, dtype=logits.dtype, device=logits.device).unsqueeze(1)
     probs = torch.softmax(logits, -1)
     probs = _filter(probs, [r.sampling for r in rows])
     if cold:
@@ -96,10 +96,12 @@ def _filter(probs: Tensor, rules: Sequence[Sampling]) -> Tensor:
         return probs
     size, device = probs.shape[-1], probs.device
     ordered, index = probs.sort(dim=-1, descending=True, stable=True)
-    floor = torch.tensor([s.min_p for s in rules], device=device).unsqueeze(1) * ordered[:, :1]
+    floor = torch.tensor([s.min_p for s in rules], dtype=probs.dtype, device=device).unsqueeze(1) * ordered[:, :1]
     most = torch.tensor([s.top_k or size for s in rules], device=device).unsqueeze(1)
     kept = ordered.where((ordered >= floor) & (torch.arange(size, device=device) < most), 0.0)
-    mass = torch.tensor([s.top_p if s.top_p < 1 else torch.inf for s in rules], device=device).unsqueeze(1)
+    mass = torch.tensor(
+        [s.top_p if s.top_p < 1 else torch.inf for s in rules], dtype=probs.dtype, device=device
+    ).unsqueeze(1)
     before = kept.cumsum(-1) - kept
     kept = kept.where(before < mass * kept.sum(-1, keepdim=True), 0.0)
     return torch.zeros_like(probs).scatter_(-1, index, kept / kept.sum(-1, keepdim=True))
@@ -109,9 +111,10 @@ def draw(probs_NV: Tensor, uniforms: Sequence[float]) -> list[int]:
     """One id a row by inversion of the cumulative distribution, in fp64 so that a rare id keeps its share."""
     running = probs_NV.double().cumsum(-1)
     u = torch.tensor(uniforms, dtype=torch.float64, device=probs_NV.device).unsqueeze(1)
-    picked = torch.searchsorted(running, u * running[:, -1:], right=True).squeeze(1)
+    total = running[:, -1:].contiguous()
+    picked = torch.searchsorted(running, u * total, right=True).squeeze(1)
     # u·Σp can round up to Σp itself: then the last id with any mass.
-    last = torch.searchsorted(running, running[:, -1:].contiguous()).squeeze(1)
+    last = torch.searchsorted(running, total).squeeze(1)
     return torch.minimum(picked, last).tolist()
 
 
