@@ -74,12 +74,9 @@ class KDA(nn.Module):
 
     def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(q|k|v [T, 3·width], z [T, decays], beta logits [T, H], output gate [T, width] or None)."""
-        layers = [self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj]
         full = self.config.kda_output_gate and self.config.use_full_rank_gate
-        if full:
-            layers.append(self.g_proj)
-        q, k, v, f, beta, *gate = project(x, *layers)
-        qkv = _adjacent(q, k, v)
+        mixer = (self.q_proj, self.k_proj, self.v_proj)
+        qkv, f, beta, *gate = project(x, mixer, self.f_a_proj, self.b_proj, *([self.g_proj] if full else []))
         z = self.f_b_proj(f)
         if full:
             return qkv, z, beta, gate[0]
@@ -106,12 +103,3 @@ class ShortConv(nn.Module):
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, 1, width))
-
-
-def _adjacent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[q | k | v]; a view where they already lie side by side in one product, else a copy."""
-    width = q.shape[-1]
-    side_by_side = k.data_ptr() - q.data_ptr() == v.data_ptr() - k.data_ptr() == width * q.element_size()
-    if side_by_side and q.stride() == k.stride() == v.stride() and q._base is not None:
-        return q._base.narrow(-1, 0, 3 * width)
-    return torch.cat([q, k, v], -1)

@@ -12,16 +12,17 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
 
-def project(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """Every layer applied to the same x [T, D].
+def project(x: Tensor, *layers: nn.Linear | tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
+    """Every layer applied to the same x [T, D]; of a tuple of layers, the results side by side in one tensor.
 
     In training as one product over the concatenated weights: the gradient of x is then one product too, instead of
     one per layer and their sums. Without gradients the weights stay where they are.
     """
+    groups = [layer if isinstance(layer, tuple) else (layer,) for layer in layers]
     if not torch.is_grad_enabled():
-        return tuple(layer(x) for layer in layers)
-    weight = torch.cat([layer.weight for layer in layers])
-    return F.linear(x, weight).split([layer.out_features for layer in layers], dim=-1)
+        return tuple(torch.cat([layer(x) for layer in g], -1) if len(g) > 1 else g[0](x) for g in groups)
+    weight = torch.cat([layer.weight for g in groups for layer in g])
+    return F.linear(x, weight).split([sum(layer.out_features for layer in g) for g in groups], dim=-1)
 
 
 class Weight(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 IGNORE = -100
 _CHUNK_VALUES = 1 << 23  # logits held at a time
+_CHUNK_VALUES_CPU = 1 << 19  # a chunk stays in cache from its product to both gradients
 
 
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if differentiate else None
         d_weight = torch.zeros_like(weight, dtype=wide) if differentiate else None
-        rows = max(1, _CHUNK_VALUES // weight.shape[0])
+        rows = _rows(weight)
         for start in range(0, len(hidden), rows):
             h, y = hidden[start : start + rows], targets[start : start + rows]
             weights, mass, nll = _exponentials(h, w, y, wide)
@@ -57,7 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weights.scatter_add_(1, y.clamp(min=0).unsqueeze(1), -mass)
                 weights = weights.to(hidden.dtype)
                 d_hidden[start : start + rows] = (weights @ w) * share
-                d_weight += weights.T @ (h * share).to(hidden.dtype)
+                _accumulate(d_weight, weights.T, (h * share).to(hidden.dtype))
         if differentiate:
             ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
@@ -68,6 +69,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
         return d_hidden * g.to(d_hidden.dtype), (d_weight * g).to(ctx.weight_dtype), None, None
+
+
+def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in one call where the dtypes allow."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def _rows(weight: Tensor) -> int:
+    """Rows a chunk; on a CPU no fewer than make a product worth its call."""
+    if weight.device.type == "cpu":
+        return max(64, _CHUNK_VALUES_CPU // weight.shape[0])
+    return max(1, _CHUNK_VALUES // weight.shape[0])
 
 
 def _exponentials(h: Tensor, w: Tensor, y: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

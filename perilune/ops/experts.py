@@ -16,7 +16,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from perilune.ops.situ import situ_glu_forward, situ_glu_gradients, situ_glu_reference, swiglu, swiglu_gradients
+from perilune.ops.situ import (
+    keeps_slopes,
+    situ_glu_forward,
+    situ_glu_gradients,
+    situ_glu_reference,
+    situ_glu_slopes,
+    swiglu,
+    swiglu_gradients,
+    swiglu_slopes,
+)
 
 
 class Activation(NamedTuple):
@@ -36,6 +45,12 @@ class Activation(NamedTuple):
         if self.name == "swiglu":
             return swiglu_gradients(gate, up, dout)
         return situ_glu_gradients(gate, up, dout, float(self.beta or 1.0), self.linear_beta)
+
+    def slopes(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(value, its derivatives by gate and by up)."""
+        if self.name == "swiglu":
+            return swiglu_slopes(gate, up)
+        return situ_glu_slopes(gate, up, float(self.beta or 1.0), self.linear_beta)
 
 
 class Order(NamedTuple):
@@ -97,7 +112,8 @@ def grouped_mlp(
 ) -> Tensor:
     """Rows already sorted by expert (what an exchange between devices delivers): rows [R,L], ends [E] int32 cumulative
     counts (ends[−1] = R), row_weight [R] -> weighted expert outputs [R,L]."""
-    return _GroupedMlp.apply(rows, ends, row_weight, gate_up, down, activation or Activation())
+    act = activation or Activation()
+    return _GroupedMlp.apply(rows, ends, row_weight, gate_up, down, act, keeps_slopes(rows))
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -117,34 +133,53 @@ def _product_by_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 class _GroupedMlp(torch.autograd.Function):
-    """Keeps the rows and gate_up's product; activations are recomputed."""
+    """Keeps the rows and gate_up's product, from which activations are recomputed; or, where `keep` says that they are
+    dearer than memory, the activations and their slopes in the product's place."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, rows: Tensor, ends: Tensor, row_weight: Tensor, gate_up: Tensor, down: Tensor, act: Activation
+        ctx: Any,
+        rows: Tensor,
+        ends: Tensor,
+        row_weight: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        act: Activation,
+        keep: bool,
     ) -> Tensor:
         h = grouped_mm(rows, gate_up.transpose(1, 2), ends)
-        a = act.forward(*h.chunk(2, -1)).mul_(row_weight.unsqueeze(-1))
-        ctx.save_for_backward(rows, ends, row_weight, gate_up, down, h)
+        made: tuple[Tensor, ...]
+        if keep:
+            a, *slopes = act.slopes(*h.chunk(2, -1))
+            made = (a, torch.stack(slopes, 1))
+            a = a * row_weight.unsqueeze(-1)
+        else:
+            made = (h,)
+            a = act.forward(*h.chunk(2, -1)).mul_(row_weight.unsqueeze(-1))
+        ctx.save_for_backward(rows, ends, row_weight, gate_up, down, *made)
         ctx.act = act
         return grouped_mm(a.to(rows.dtype), down.transpose(1, 2), ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows, ends, row_weight, gate_up, down, h = ctx.saved_tensors
+        rows, ends, row_weight, gate_up, down, *made = ctx.saved_tensors
         dy = dy.to(rows.dtype).contiguous()  # grouped products refuse expanded cotangents
-        gate, up = h.chunk(2, -1)
         da = grouped_mm(dy, down, ends)
         wide = da.to(torch.promote_types(da.dtype, torch.float32))
         per_row = row_weight.unsqueeze(-1).to(wide.dtype)
-        a, dgate, dup = ctx.act.gradients(gate, up, wide * per_row)
+        if len(made) == 2:
+            a, dh = made[0], (made[1] * (wide * per_row).unsqueeze(1)).flatten(1)
+        else:
+            a, dgate, dup = ctx.act.gradients(*made[0].chunk(2, -1), wide * per_row)
+            dh = torch.cat([dgate, dup], -1)
+        dh = dh.to(rows.dtype)
         d_row_weight = torch.linalg.vecdot(a, wide)
-        ddown = grouped_mm(dy.t(), a.mul_(per_row).to(rows.dtype), ends)
-        dh = torch.cat([dgate, dup], -1).to(rows.dtype)
+        a = a * per_row if len(made) == 2 else a.mul_(per_row)
+        ddown = grouped_mm(dy.t(), a.to(rows.dtype), ends)
         dgate_up = grouped_mm(dh.t(), rows, ends)
         drows = grouped_mm(dh, gate_up, ends)
-        return drows, None, d_row_weight.to(row_weight.dtype), dgate_up, ddown, None
+        return drows, None, d_row_weight.to(row_weight.dtype), dgate_up, ddown, None, None
 
 
 class _Spread(torch.autograd.Function):
