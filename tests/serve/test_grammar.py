@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.chat import Parser
+from perilune.chat import Parser, read_request
 from perilune.chat.parser import Reply
-from perilune.serve.grammar import Language, Vocabulary, json_schema, regex, response, tool_calls
+from perilune.serve.grammar import Constrain, Language, Vocabulary, json_schema, regex, tool_calls
 from perilune.serve.grammar.number import Number
 from perilune.tokenizer import Tokenizer
 
@@ -191,6 +191,7 @@ def test_the_last_tokens_go_to_what_is_still_needed() -> None:
     least = len('{"a":"","b":true}') + 1  # one token a byte at worst, and the end
     for seed in range(10):
         jsonschema.validate(json.loads(write(language, seed, least)), schema)
+    write(language, 0, least - 4)  # tokens of several bytes: the shortest way may still end in time
 
 
 def test_an_extra_property_never_repeats_a_declared_one() -> None:
@@ -263,12 +264,48 @@ def test_one_call_when_parallel_ones_are_off() -> None:
     assert {len(read(sample(language, seed, 300), "think").tool_calls) for seed in range(15)} == {1}
 
 
+def ask(**options) -> dict:
+    return {"messages": [{"role": "user", "content": "Hi"}], **options}
+
+
 def test_a_json_response_keeps_the_reasoning_free() -> None:
-    language = response(WEATHER, VOCABULARY)
+    body = ask(response_format={"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}})
+    language = Constrain(TOKENIZER).chat(read_request(body), "think")
+    assert language is not None
     for seed in range(10):
         reply = read(sample(language, seed, 300), "think")
         assert reply.finish_reason == "stop"
         jsonschema.validate(json.loads(reply.content or ""), WEATHER)
+
+
+def test_strict_tools_may_be_left_alone_but_not_called_wrongly() -> None:
+    tools = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS[:2]]
+    constrain = Constrain(TOKENIZER)
+    language = constrain.chat(read_request(ask(tools=tools)), "response")
+    assert language is not None and constrain.chat(read_request(ask(tools=TOOLS)), "response") is None
+    state = language.start()
+    for token in TOKENIZER.encode("Paris", allow_special=False):
+        state = language.advance(state, token)
+    replies = [read(sample(language, seed, 60), "response") for seed in range(40)]
+    assert any(not reply.tool_calls for reply in replies)
+    for call in (call for reply in replies for call in reply.tool_calls):
+        jsonschema.validate(json.loads(call.arguments), WEATHER if call.name == "get_weather" else TREE)
+
+
+def test_a_named_function_is_the_one_called_and_grammars_are_kept() -> None:
+    constrain = Constrain(TOKENIZER)
+    body = ask(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "now"}})
+    language = constrain.chat(read_request(body), "think")
+    assert language is not None and constrain.chat(read_request(body), "think") is language
+    assert {call.name for call in read(sample(language, 1, 100), "think").tool_calls} == {"now"}
+
+
+def test_plain_text_is_held_to_a_choice_or_a_pattern() -> None:
+    constrain = Constrain(TOKENIZER)
+    choice = constrain.text({"choice": ["yes", 'no, "never"']})
+    assert choice is not None and {write(choice, seed, 30) for seed in range(20)} == {"yes", 'no, "never"'}
+    with pytest.raises(ValueError, match="must hold a json schema, a regex or a choice"):
+        constrain.text({"grammar": "root ::= x"})
 
 
 def test_states_are_values() -> None:

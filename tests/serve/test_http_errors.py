@@ -15,7 +15,9 @@ from serve.live import Live, Scripted, serving, soon, written
 HI = [{"role": "user", "content": "hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 FN = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+AHEAD = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)"}}}
+LOOKS_AHEAD = {"type": "function", "function": {"name": "g", "parameters": AHEAD}}
+UNIQUE = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "array", "uniqueItems": True}}}
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +53,10 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         (CHAT, {"tools": [FN, FN]}, "tools[1].function.name"),
         (CHAT, {"tool_choice": "bogus"}, "tool_choice"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
-        (CHAT, {"tools": [FN], "tool_choice": "required"}, "tool_choice"),  # no constrained output on this server
-        (CHAT, {"response_format": SCHEMA}, "response_format"),
+        (CHAT, {"tools": [LOOKS_AHEAD], "tool_choice": "required"}, "tools"),
+        (CHAT, {"response_format": UNIQUE}, "response_format"),
+        (CHAT, {"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs"),
+        (TEXT, {"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
         (CHAT, {"response_format": {"type": "bogus"}}, "response_format.type"),
         (CHAT, {"reasoning_effort": "medium"}, "thinking_effort"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),

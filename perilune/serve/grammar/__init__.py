@@ -1,7 +1,7 @@
 """Constrained output: JSON Schema, regular expressions and tool calls, enforced token by token.
 
     vocabulary = Vocabulary.of(tokenizer)
-    grammar = json_schema(schema, vocabulary)              # or regex(...), response(...), tool_calls(...)
+    grammar = json_schema(schema, vocabulary)              # or regex(...), tool_calls(...), answer(...)
     state = grammar.start(); grammar.mask(state, left=100); state = grammar.advance(state, token)
 
 Every grammar is finished within the tokens left, so output is valid even from weights that have learned nothing.
@@ -9,13 +9,14 @@ Every grammar is finished within the tokens left, so output is valid even from w
 
 from typing import Any
 
-from perilune.serve.grammar.calls import response, tool_calls
+from perilune.serve.grammar.calls import answer, tool_calls
+from perilune.serve.grammar.constrain import Constrain
 from perilune.serve.grammar.expression import Arena
 from perilune.serve.grammar.schema import JsonSchema
 from perilune.serve.grammar.text import pattern, plain
 from perilune.serve.grammar.vocabulary import Language, Vocabulary
 
-__all__ = ["Language", "Vocabulary", "json_schema", "regex", "response", "tool_calls"]
+__all__ = ["Constrain", "Language", "Vocabulary", "answer", "json_schema", "regex", "tool_calls"]
 
 
 def json_schema(schema: Any, vocabulary: Vocabulary) -> Language:

@@ -6,11 +6,11 @@ The reasoning stays free. A tool's arguments are typed elements, one a property;
 object takes one block of raw JSON.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from perilune.chat.segments import CLOSE, OPEN, SEP, escape
-from perilune.serve.grammar.expression import NOTHING, Arena
+from perilune.serve.grammar.expression import EMPTY, NOTHING, Arena
 from perilune.serve.grammar.schema import TYPES, JsonSchema
 from perilune.serve.grammar.text import plain
 from perilune.serve.grammar.vocabulary import Language, Vocabulary
@@ -91,18 +91,25 @@ def _is_plain_object(document: Mapping[str, Any]) -> bool:
 
 
 def tool_calls(
-    tools: Sequence[Mapping[str, Any]], vocabulary: Vocabulary, *, channel: str | None = "think", parallel: bool = True
+    tools: Sequence[Mapping[str, Any]],
+    vocabulary: Vocabulary,
+    *,
+    channel: str | None = "think",
+    parallel: bool = True,
+    forced: bool = True,
 ) -> Language:
-    """At least one call of the declared functions, after free reasoning and a free response.
+    """Calls of the declared functions after free reasoning and a free response: at least one if `forced`, at most one
+    unless `parallel`.
 
     tools: OpenAI tool objects. ValueError names the function whose parameters cannot be held to.
     """
     writer = Writer(vocabulary)
-    calls = writer.arena.sequence()
+    calls = NOTHING
     for index in range(MOST_CALLS if parallel else 1, 0, -1):
         one = writer.arena.either(*(_named_call(writer, tool["function"], index) for tool in tools))
-        calls = writer.arena.sequence(one, writer.arena.optional(calls) if index < MOST_CALLS and parallel else calls)
+        calls = writer.arena.sequence(one, writer.arena.optional(calls))
     body = writer.element("tools", calls)
+    body = body if forced else writer.arena.optional(body)
     return Language(writer.arena, writer.message(channel, writer.free, body), vocabulary)
 
 
@@ -113,9 +120,7 @@ def _named_call(writer: Writer, function: Mapping[str, Any], index: int) -> int:
         raise ValueError(f"The tool {function['name']!r} cannot be enforced: {error}") from None
 
 
-def response(schema: Any, vocabulary: Vocabulary, *, channel: str | None = "think") -> Language:
-    """A message whose response is JSON of `schema` (None: any JSON object), after free reasoning, without calls."""
+def answer(body: Callable[[Arena], int], vocabulary: Vocabulary, *, channel: str | None = "think") -> Language:
+    """A message whose response is of the language that `body` makes, after free reasoning, without calls."""
     writer = Writer(vocabulary)
-    document = {"type": "object"} if schema is None else schema
-    body = JsonSchema(writer.arena, document).value()
-    return Language(writer.arena, writer.message(channel, body, writer.arena.sequence()), vocabulary)
+    return Language(writer.arena, writer.message(channel, body(writer.arena), EMPTY), vocabulary)

@@ -81,14 +81,12 @@ class Language:
 
     def mask(self, state: int, left: int | None = None) -> np.ndarray:
         """bool [V]: the ids that may come next. With `left` tokens to go, this one and the end included, only ids after
-        which the rest still fits, unless nothing does."""
+        which the rest still fits written byte by byte; where that is none, only those that shorten the rest the most."""
         landing = self._land(state)  # it may make new states, so their needs are read after
         needs = self._need[landing]
         allowed = needs < _FAR
-        if left is not None and (fitting := needs <= left - 2).any():
-            allowed = fitting
-        elif left is not None and self.accepting(state):
-            allowed = np.zeros_like(allowed)
+        if left is not None:
+            allowed &= needs <= max(left - 2, 0 if self.accepting(state) else needs.min())
         allowed[self._vocabulary.end] = self.accepting(state)
         return allowed
 

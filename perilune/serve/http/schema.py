@@ -44,6 +44,7 @@ class SamplingFields(BaseModel):
     prompt_cache_key: str | None = Field(None, description="names a session: the router keeps it on one worker")
     cache_salt: str | None = Field(None, description="requests share cached prefixes only under the same salt")
     service_tier: str | None = Field(None, description="flex is the engine's batch class, anything else interactive")
+    structured_outputs: Json | None = Field(None, description="one of json (a schema), regex, choice (texts)")
     return_token_ids: bool | None = Field(None, description="adds prompt_token_ids, and token_ids to each choice")
 
 
@@ -51,6 +52,7 @@ class ChatBody(SamplingFields):
     messages: list[Json] = Field(min_length=1)
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
     response_format: Json | None = None
     thinking: Json | bool | None = None
     reasoning_effort: str | None = None

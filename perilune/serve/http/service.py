@@ -6,11 +6,12 @@ wrong with a request is a 400 and never a broken stream.
 
 import secrets
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from perilune.chat import ChatRequest, declared_tools, image_parts, pending_ids, render, vet_request
+from perilune.serve.grammar import Constrain
 from perilune.serve.http.choices import ChatChoice, Choice, TextChoice
 from perilune.serve.http.errors import ApiError, bad
 from perilune.serve.http.metrics import Metrics
@@ -20,20 +21,20 @@ from perilune.serve.request import Grammar, Request, Sampling
 from perilune.serve.worker import Worker
 from perilune.tokenizer import Tokenizer
 
-Constrain = Callable[[ChatRequest, str | None], Grammar | None]
-"""(request, the channel its prompt leaves open) -> what the output must obey, None if nothing."""
-
 
 @dataclass(frozen=True)
 class Service:
-    """A worker with its tokenizer and manners. context: tokens of the longest sequence; constrain: see Constrain."""
+    """A worker with its tokenizer and manners. context: tokens of the longest sequence."""
 
     worker: Worker
     tokenizer: Tokenizer
     context: int
     vocab_size: int
     options: ServeOptions = field(default_factory=ServeOptions)
-    constrain: Constrain | None = None
+
+    @cached_property
+    def constrain(self) -> Constrain:
+        return Constrain(self.tokenizer)
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -76,7 +77,7 @@ def chat_job(service: Service, body: ChatBody) -> Job:
     scores = (body.top_logprobs or 0) if body.logprobs else None
     if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs", "needs logprobs to be true")
-    sampling = _sampling(service, body, len(ids), limit, scores, _grammar(service, request, prompt.channel))
+    sampling = _sampling(service, body, len(ids), limit, scores, _chat_grammar(service, body, request, prompt.channel))
     end = service.tokenizer.end_of_msg
     turns = tuple(n + 1 for n, token in enumerate(ids) if token == end)
     calls = request.tool_choice != "none" and bool(declared_tools(request))
@@ -94,7 +95,8 @@ def completion_job(service: Service, body: CompletionBody) -> Job:
     prompts = _prompts(service, body.prompt)
     length = max(map(len, prompts))
     scores = body.logprobs
-    sampling = _sampling(service, body, length, body.max_tokens if body.max_tokens is not None else 16, scores, None)
+    limit = body.max_tokens if body.max_tokens is not None else 16
+    sampling = _sampling(service, body, length, limit, scores, _text_grammar(service, body))
     if body.echo and scores is not None:
         sampling = replace(sampling, prompt_logprobs=scores)
     job = _job(service, body, "text_completion", prompts, sampling, ())
@@ -105,14 +107,28 @@ def completion_job(service: Service, body: CompletionBody) -> Job:
     return job
 
 
-def _grammar(service: Service, request: ChatRequest, channel: str | None) -> Grammar | None:
-    if service.constrain is not None:
-        return service.constrain(request, channel)
-    if request.response_format != "text":
-        raise bad("response_format", f"{request.response_format} needs constrained output, which is off here")
-    if request.tool_choice in ("required", "named"):
-        raise bad("tool_choice", "forcing a call needs constrained output, which is off here")
-    return None
+def _chat_grammar(service: Service, body: ChatBody, request: ChatRequest, channel: str | None) -> Grammar | None:
+    parallel = body.parallel_tool_calls is not False
+    key = "response_format" if body.response_format else "structured_outputs" if body.structured_outputs else "tools"
+    try:
+        grammar = service.constrain.chat(request, channel, body.structured_outputs, parallel)
+    except (ValueError, RecursionError) as error:
+        raise _unenforceable(key, error) from None
+    if grammar is not None and request.messages[-1].get("partial") is True and channel == "response":
+        raise bad(key, "output that a partial message has begun cannot be constrained")
+    return grammar
+
+
+def _text_grammar(service: Service, body: CompletionBody) -> Grammar | None:
+    try:
+        return service.constrain.text(body.structured_outputs)
+    except (ValueError, RecursionError) as error:
+        raise _unenforceable("structured_outputs", error) from None
+
+
+def _unenforceable(key: str, error: Exception) -> ApiError:
+    reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).rstrip(".")
+    return bad(key, reason[:1].lower() + reason[1:])
 
 
 def _prompts(service: Service, prompt: str | list[int] | list[str | list[int]]) -> list[tuple[int, ...]]:

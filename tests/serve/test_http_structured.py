@@ -1,0 +1,80 @@
+"""Structured output over the wire from weights that have learned nothing: calls and JSON are valid all the same."""
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+from serve.live import Live, serving, toy_model
+
+from perilune.serve.engine import Engine
+from perilune.serve.request import EngineOptions
+
+HI = [{"role": "user", "content": "hi"}]
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "minLength": 2}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.fixture(scope="module")
+def live() -> Any:
+    with serving(Engine(toy_model(), EngineOptions(pool_tokens=8192, token_budget=512))) as server:
+        yield server
+
+
+def client(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0)
+
+
+@pytest.mark.parametrize("thinking", ["enabled", "disabled"])
+def test_a_required_call_is_made_and_valid(live: Live, thinking: str) -> None:
+    answer = client(live).chat.completions.create(
+        model="toy", messages=HI, tools=TOOLS, tool_choice="required", max_tokens=260, seed=1,
+        extra_body={"thinking": {"type": thinking}},
+    )  # fmt: skip
+    assert answer.choices[0].finish_reason == "tool_calls"
+    for call in answer.choices[0].message.tool_calls or ():
+        jsonschema.validate(json.loads(call.function.arguments), PLACE if call.function.name == "weather" else {})
+
+
+def test_a_named_call_streams_the_same(live: Live) -> None:
+    options: dict[str, Any] = {
+        "model": "toy", "messages": HI, "tools": TOOLS, "max_tokens": 300, "seed": 5, "parallel_tool_calls": False,
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    }  # fmt: skip
+    whole = client(live).chat.completions.create(**options).choices[0].message.tool_calls
+    deltas = [c.choices[0].delta for c in client(live).chat.completions.create(**options, stream=True) if c.choices]
+    pieces = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert whole is not None and len(whole) == 1 and whole[0].function.name == "weather"
+    assert "".join(piece.function.arguments or "" for piece in pieces) == whole[0].function.arguments
+
+
+class Place(pydantic.BaseModel):
+    city: str
+    days: int | None
+    near: list["Place"] = pydantic.Field(default_factory=list, max_length=1)
+
+
+def test_the_client_parses_its_own_model(live: Live) -> None:
+    answer = client(live).chat.completions.parse(model="toy", messages=HI, response_format=Place, max_tokens=200)
+    assert isinstance(answer.choices[0].message.parsed, Place)
+
+
+def test_a_json_object_and_a_pattern(live: Live) -> None:
+    answer = client(live).chat.completions.create(
+        model="toy", messages=HI, max_tokens=100, response_format={"type": "json_object"}
+    )
+    assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+    text = client(live).completions.create(
+        model="toy", prompt="x", max_tokens=20, extra_body={"structured_outputs": {"regex": r"(ab|c)+\d"}}
+    )
+    assert text.choices[0].text[-1].isdigit() and set(text.choices[0].text[:-1]) <= set("abc")
