@@ -81,7 +81,7 @@ class Language:
 
     def mask(self, state: int, left: int | None = None) -> np.ndarray:
         """bool [V]: the ids that may come next. With `left` tokens to go, this one and the end included, only ids after
-        which the rest still fits written byte by byte; where that is none, only those that shorten the rest the most."""
+        which the rest still fits, byte by byte; where that is none, only those that shorten the rest the most."""
         landing = self._land(state)  # it may make new states, so their needs are read after
         needs = self._need[landing]
         allowed = needs < _FAR
