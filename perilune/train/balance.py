@@ -69,6 +69,7 @@ class QuantileBalancer:
 
     Modes: "quantile" (histograms), "exact" (all margins of the step; one process only), "sign" (b += γ sign(mean load −
     load), for comparison), "none" (statistics only). `ema` is the weight of the former bias against the new quantile.
+    `group`: the ranks that see this model's tokens; all processes by default.
     """
 
     def __init__(
@@ -80,15 +81,16 @@ class QuantileBalancer:
         bins: int = BINS,
         ema: float = 0.0,
         gamma: float = 1e-3,
+        group: dist.ProcessGroup | None = None,
     ):
         if mode not in ("quantile", "exact", "sign", "none"):
             raise ValueError(f"Unknown balance mode {mode!r}: quantile, exact, sign or none.")
         if not 0.0 <= ema < 1.0:
             raise ValueError(f"balance.ema must lie in [0, 1), not {ema}.")
-        if mode == "exact" and _ranks() > 1:
+        if mode == "exact" and _ranks(group) > 1:
             raise ValueError('balance.mode "exact" works in one process only; use "quantile".')
         self.layers, self.top_k, self.mode, self.ema, self.gamma = list(biases), top_k, mode, ema, gamma
-        self.biases = biases
+        self.biases, self.group = biases, group
         self.updates = 0
         self._margins: dict[int, list[Tensor]] = {layer: [] for layer in biases}
         first = next(iter(biases.values()))
@@ -113,8 +115,8 @@ class QuantileBalancer:
     @torch.no_grad()
     def update(self) -> list[Load]:
         """Ends the step: sums over ranks, writes the next step's biases, returns each layer's load in this one."""
-        if _ranks() > 1:
-            dist.all_reduce(self._sums_LEC)
+        if _ranks(self.group) > 1:
+            dist.all_reduce(self._sums_LEC, group=self.group)
         found = loads(self._sums_LEC[:, :, 0])
         for i, layer in enumerate(self.layers):
             if self.mode != "none" and self._sums_LEC[i, :, 0].any():
@@ -152,5 +154,5 @@ class QuantileBalancer:
         bias_E.copy_(target_E)
 
 
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def _ranks(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1

@@ -101,9 +101,9 @@ def load(path: Path) -> Checkpoint:
         files, trainer, step = document["files"], document["trainer"], document["step"]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path / 'trainer.json'} cannot be read: {error}.") from None
-    for name, (size, digest) in files.items():
+    for name, (size, wanted) in files.items():
         file = path / name
-        if not file.is_file() or file.stat().st_size != size or _digest(file) != digest:
+        if not file.is_file() or file.stat().st_size != size or digest(file) != wanted:
             raise CheckpointError(f"{file} is damaged or missing; delete {path} to continue from the one before it.")
     return Checkpoint(path, step, trainer)
 
@@ -182,13 +182,17 @@ class Checkpoints:
             torch.cuda.synchronize()
         return {name: self._copies[name] for name in tensors}
 
+    def publish(self, new: Path, step: int) -> None:
+        """A directory that was filled and synced under a hidden name becomes step `step`; then the oldest go."""
+        _publish(new, self.directory / _name(step))
+        for old in steps(self.directory)[: -self.keep]:
+            _remove(self.directory / _name(old))
+
     def _run(self, step: int, copies: Mapping[str, Tensor], write_weights: WriteWeights, trainer: dict) -> None:
         new = self.directory / f"{_NEW}{_name(step)}"
         try:
             _fill(new, step, copies, write_weights, trainer)
-            _publish(new, self.directory / _name(step))
-            for old in steps(self.directory)[: -self.keep]:
-                _remove(self.directory / _name(old))
+            self.publish(new, step)
         except Exception as error:
             shutil.rmtree(new, ignore_errors=True)
             self._error = _explain(error, self.directory, step)
@@ -201,7 +205,7 @@ def _fill(new: Path, step: int, copies: Mapping[str, Tensor], write_weights: Wri
     write_weights({n[2:]: t for n, t in copies.items() if n.startswith("w.")}, new / "weights")
     save_file({n[2:]: t for n, t in copies.items() if n.startswith("o.")}, new / "optimizer.safetensors")
     paths = sorted(p for p in new.rglob("*") if p.is_file())
-    files = {str(p.relative_to(new)): (p.stat().st_size, _digest(p)) for p in paths}
+    files = {str(p.relative_to(new)): (p.stat().st_size, digest(p)) for p in paths}
     document = {"step": step, "trainer": trainer, "versions": versions(), "files": files}
     (new / "trainer.json").write_text(json.dumps(document, indent=1))
     for path in [*new.rglob("*"), new]:
@@ -262,7 +266,8 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,14 +80,14 @@ class Trainer:
         )
         self.optimizer = Optimizer(plans)
         self.schedule = Schedule(options.lr, options.steps, options.schedule, options.warmup_share, options.floor_share)
-        self.balancer = self._balancer()
+        self.balancer = self._balancer(layers)
         self.batches = Batches(data.train, options.context, options.rows, options.seed)
         self.step = self.position = 0
         self.peak = options.peak_flops or measure_peak(self.device, self.dtype)
         self.active = non_embedding_active(config)
 
-    def _balancer(self) -> QuantileBalancer | None:
-        o, layers = self.options, (*self.model.layers, *self.model.mtp)
+    def _balancer(self, layers: Iterable[Any], group: Any = None) -> QuantileBalancer | None:
+        o = self.options
         biases = {
             layer.layer: layer.block_sparse_moe.gate.e_score_correction_bias
             for layer in layers
@@ -102,6 +102,7 @@ class Trainer:
             bins=o.balance_bins,
             ema=o.balance_ema,
             gamma=o.balance_gamma,
+            group=group,
         )
 
     # --- one step ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,496 @@
+"""The trainer on a mesh: the steps, records and checkpoints of `train.loop`, each rank with its part (report §5.2).
+
+batch        dp ranks take rows, cp and tp ranks tokens of them      loss    a sum over all ranks' tokens
+gradients    FSDP sums them over the ranks that share a parameter    norm    one number of all processes
+biases       one integer all-reduce a stage                          files   every rank writes its own boxes
+"""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from perilune.accounting import non_embedding_active
+from perilune.config import ModelConfig
+from perilune.data import Batch, Batches, Prepared, bits_per_byte, held_out_batches
+from perilune.data.batches import NO_TARGET
+from perilune.model.kda import KDA
+from perilune.model.mla import MLA
+from perilune.model.moe import LatentMoE
+from perilune.model.net import K3
+from perilune.model.norm import RMSNorm
+from perilune.model.shards import replace_directory
+from perilune.parallel import Collective
+from perilune.train.checkpoint import Checkpoint, CheckpointError, rng_state, set_rng_state
+from perilune.train.clip import qk_clip
+from perilune.train.loop import Trainer
+from perilune.train.loss import second_target_count
+from perilune.train.machine import pick_device, pick_precision
+from perilune.train.mesh import groups, routed, sequence, tensors
+from perilune.train.mesh.activations import apply_policy
+from perilune.train.mesh.boxes import Box, Sizes, as_matrix, take, whole
+from perilune.train.mesh.config import MeshConfig
+from perilune.train.mesh.devices import Mesh
+from perilune.train.mesh.optimizer import ShardedOptimizer
+from perilune.train.mesh.pipeline import Pipeline
+from perilune.train.mesh.stage import Blocks, Stage, Step
+from perilune.train.mesh.store import (
+    Held,
+    MeshCheckpoints,
+    create_weights,
+    read_states,
+    read_weights,
+    weight_places,
+    write_boxes,
+)
+from perilune.train.mesh.tokens import Micro, cut
+from perilune.train.metrics import MetricsLog, ProgressLine, StepMetrics, measure_peak, mfu, peak_memory
+from perilune.train.metrics import bits_per_byte as bpb
+from perilune.train.optim import plan
+from perilune.train.options import TrainConfig
+from perilune.train.schedule import Schedule
+
+log = logging.getLogger("perilune.train")
+
+
+class MeshTrainer(Trainer):
+    """One pretraining run over all processes of torchrun, into one `directory` that all of them see."""
+
+    def __init__(
+        self, config: ModelConfig, options: TrainConfig, data: Prepared, directory: Path, recipe: dict[str, Any],
+        mesh: MeshConfig,
+    ) -> None:  # fmt: skip
+        self.config, self.options, self.data, self.directory, self.recipe = config, options, data, directory, recipe
+        self.device = local_device(options.device)
+        self.dtype = pick_precision(options.precision, self.device)
+        mesh = mesh.resolve(dist.get_world_size())
+        mesh.check(config, options)
+        self.mesh = Mesh(mesh, self.device)
+        self.sizes = Sizes(mesh.tp, mesh.ep, mesh.stage)
+        self.shared = Step(observe=self._observe_training)
+        self._build(mesh)
+        self.schedule = Schedule(options.lr, options.steps, options.schedule, options.warmup_share, options.floor_share)
+        layers = [layer for stage in self.stages for layer in stage.all_layers()]
+        self.balancer = self._balancer(layers, self.mesh.group("stage"))
+        self.batches = Batches(data.train, options.context, options.rows, options.seed, self.mesh.dp, mesh.dp)
+        self.step = self.position = 0
+        self.peak = options.peak_flops or measure_peak(self.device, self.dtype)
+        self.active = non_embedding_active(config)
+
+    # --- building ---------------------------------------------------------------------------------------------------
+
+    def _build(self, mesh: MeshConfig) -> None:
+        """The whole model on every rank, the same from one seed; then each keeps its stages and its part of them."""
+        o, c = self.options, self.config
+        torch.manual_seed(o.seed)
+        model = K3(c)
+        model.reset_parameters()
+        self.shapes = {n: tuple(p.shape) for n, p in (*model.named_parameters(), *model.named_buffers())}
+        plans = plan(
+            model.named_parameters(), c, mode=o.optimizer, weight_decay=o.weight_decay, adamw_lr_scale=o.adamw_lr_scale
+        )
+        mine = range(self.mesh.pp, mesh.stages, mesh.pp)
+        self.stages = [Stage(model, s, mesh.stages, mesh.pp, self.shared, self.dtype) for s in mine]
+        del model
+        self._parallelise(mesh)
+        for stage in self.stages:
+            self._shard(stage)
+        self.parameters = {n: p for stage in self.stages for n, p in stage.named_parameters()}
+        self.buffers = {n: b for stage in self.stages for n, b in stage.named_buffers()}
+        self.locals = {n: p.detach().to_local() for n, p in self.parameters.items()}  # type: ignore[attr-defined]
+        local_plans = [replace(p, param=self.locals[p.name]) for p in plans if p.name in self.locals]
+        copies = {"embed_tokens.weight": not (self.mesh.last and mesh.pp > 1)}  # the first stage's one counts
+        self.optimizer: Any = ShardedOptimizer(
+            local_plans, self.shapes, self.sizes, self.mesh.stage_rank, self.mesh.group("stage"), copies
+        )
+        self.twins = twin_group(self.mesh) if mesh.pp > 1 and c.num_nextn_predict_layers else None
+        self.states = self._state_shapes(plans)
+        tokens = o.rows * o.context // (mesh.dp * mesh.cp * mesh.tp)
+        self.pipeline = Pipeline(self.stages, self.mesh, o.accumulate, tokens)
+        self.shared.begin_backward = lambda stage, last: groups.begin_backward(stage, mesh.zero, last)
+
+    def _parallelise(self, mesh: MeshConfig) -> None:
+        """Cut weights by tp and ep, and let modules work on their part; tp wraps cp."""
+        c = self.config
+        if mesh.cp > 1:
+            self.fabric = Collective(self.mesh.group("cp"))
+        exchange = None
+        if mesh.ep > 1:
+            tokens = self.options.rows * self.options.context // mesh.stage
+            exchange = routed.make_exchange(self.mesh, c.num_experts, c.num_experts_per_token, tokens)
+        forced = routed.ForcedRouting() if mesh.forced_routing else None
+        self.shared.enter = (lambda micro: setattr(forced, "first", micro.layout.first)) if forced else lambda _: None
+        for stage in self.stages:
+            cut_parameters(stage, self.sizes, self.mesh.stage_rank)
+            for layer in stage.all_layers():
+                self._parallelise_layer(layer, mesh, exchange, forced)
+            if stage.last and mesh.tp > 1:
+                stage.gather = partial(tensors.gather_slices, group=self.mesh.group("tp"))
+                stage.cross_entropy = partial(tensors.split_cross_entropy, group=self.mesh.group("tp"))
+
+    def _parallelise_layer(self, layer: Any, mesh: MeshConfig, exchange: Any, forced: Any) -> None:
+        attention = layer.self_attn
+        if mesh.cp > 1:
+            sequence.spread_sequence(attention, self.fabric)
+        else:
+            sequence.use_documents(attention)
+        dense = [layer.mlp] if hasattr(layer, "mlp") else []
+        if hasattr(layer, "block_sparse_moe"):
+            moe: LatentMoE = layer.block_sparse_moe
+            dense += [moe.shared_experts] if moe.shared_experts is not None else []
+            if exchange is not None:
+                routed.spread_experts(moe.experts, exchange)
+            if forced is not None:
+                forced.force(moe.gate, layer.layer)
+        if mesh.tp > 1:
+            tensors.use_part(attention, self.config, self.mesh.group("tp"))
+            for module in dense:
+                tensors.gather_around(module, self.mesh.group("tp"))
+        for module, kind in classed(layer):
+            if kind in mesh.activations:
+                apply_policy(module, mesh.activations[kind])
+
+    def _shard(self, stage: Stage) -> None:
+        stage.to(self.device)
+        sublayers = [getattr(layer, n) for layer in stage.all_layers() for n in _SUBLAYERS if hasattr(layer, n)]
+        groups.shard_parameters(stage, sublayers, self.sizes, self.mesh, self.dtype)
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def train_step(self) -> StepMetrics:
+        """Take one optimiser step from the current position; a collective call."""
+        began = time.perf_counter()
+        o, mesh = self.options, self.mesh.config
+        batches = [self.batches.at(self.position + i * o.rows) for i in range(o.accumulate)]
+        targets, seconds_ahead, n_bytes = self._counts(batches)
+        self._begin(batches, targets, seconds_ahead, look=self.step % o.logit_every == 0)
+        self.pipeline.train()
+        self._hand_over_gradients()
+        lr = self.schedule(self.step)
+        report = self.optimizer.step(lr, o.grad_clip)
+        self._forget_gradients()
+        found = self._rebalance(report.skipped)
+        top = self._clip_attention(report.skipped)
+        nats = self._sum_of_last(self.shared.nats)
+        self.step += 1
+        self.position += o.accumulate * o.rows
+        seconds = time.perf_counter() - began
+        mean = nats / max(1, targets)
+        return StepMetrics(
+            step=self.step - 1, tokens=self.step * o.batch_tokens, loss=mean, bpb=bpb(mean, targets, max(1, n_bytes)),
+            grad_norm=report.grad_norm, lr=lr, tokens_per_second=o.batch_tokens / seconds,
+            mfu=mfu(self.active, o.batch_tokens / seconds, self.peak * mesh.pp * mesh.stage), peak_flops=self.peak,
+            memory=peak_memory(self.device), max_logit=top, skipped=self.optimizer.skipped,
+            **self._of_all_stages(found),
+        )  # fmt: skip
+
+    def _counts(self, batches: list[Batch]) -> tuple[int, int, int]:
+        """Targets, targets one further and bytes of the step, over the data-parallel ranks."""
+        ahead = sum(map(second_target_count, batches)) if self.config.num_nextn_predict_layers else 0
+        mine = [sum(int((b.targets >= 0).sum()) for b in batches), ahead, sum(b.n_bytes for b in batches)]
+        counts = torch.tensor(mine, dtype=torch.int64, device=self.device)
+        dist.all_reduce(counts, group=self.mesh.group("dp"))
+        targets, ahead, n_bytes = counts.tolist()
+        return targets, ahead, n_bytes
+
+    def _begin(self, batches: list[Batch], targets: int, seconds_ahead: int, *, look: bool) -> None:
+        step = self.shared
+        step.micros = [self._micro(b) for b in batches]
+        step.scale, step.scale_mtp = 1 / max(1, targets), self.options.mtp_weight / max(1, seconds_ahead)
+        step.look, step.nats, step.max_logits, step.blocks = look, None, {}, Blocks()
+
+    def _micro(self, batch: Batch) -> Micro:
+        m, c = self.mesh, self.mesh.config
+        return cut(batch, cp=(m.cp, c.cp), tp=(m.tp, c.tp), dp=m.dp, device=self.device)
+
+    def _hand_over_gradients(self) -> None:
+        for name, p in self.parameters.items():
+            self.locals[name].grad = None if p.grad is None else p.grad.to_local()  # type: ignore[attr-defined]
+        name = "embed_tokens.weight"
+        if self.twins is not None and name in self.locals:  # the first and the last stage hold one parameter
+            if self.locals[name].grad is None:
+                self.locals[name].grad = torch.zeros_like(self.locals[name])
+            dist.all_reduce(self.locals[name].grad, group=self.twins)
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.zero_grad()
+        for p in self.parameters.values():
+            p.grad = None
+
+    def _observe_training(self, routes: dict[int, Any]) -> None:
+        if torch.is_grad_enabled():
+            self._observe(routes)
+
+    def _clip_attention(self, skipped: bool) -> float | None:
+        """QK-Clip on the rows this rank holds; returns the largest logit of all layers."""
+        c, tau, largest = self.config, self.options.qk_clip, -1.0
+        for layer, top_h in sorted(self.shared.max_logits.items()):
+            top_H = self._all_heads(top_h)
+            largest = max(largest, float(top_H.max()))
+            if tau and not skipped:
+                self._clip_layer(layer, top_H, c, tau)
+        if not self.shared.look:
+            return None
+        value = torch.tensor(largest, device=self.device)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return float(value) if value >= 0 else None
+
+    def _all_heads(self, top_h: Tensor) -> Tensor:
+        """Every head's largest logit over the stage, from that of the heads this rank attended with."""
+        m, heads = self.mesh, self.config.num_attention_heads
+        first = (m.tp * m.config.cp + m.cp if m.config.cp > 1 else m.tp) * len(top_h)
+        top_H = torch.full((heads,), float("-inf"), device=self.device)
+        top_H[first : first + len(top_h)] = top_h.float()
+        dist.all_reduce(top_H, dist.ReduceOp.MAX, m.group("stage"))
+        return top_H
+
+    def _clip_layer(self, layer: int, top_H: Tensor, c: ModelConfig, tau: float) -> None:
+        """The factors of all rows come from clipping columns of ones; each rank scales the rows it holds."""
+        inside = layer - c.num_hidden_layers
+        at = f"layers.{layer}.self_attn." if inside < 0 else f"mtp.{inside}.self_attn."
+        dims = {"nope": c.qk_nope_head_dim, "rope": c.qk_rope_head_dim, "v": c.v_head_dim}
+        q = torch.ones(len(top_H) * c.qk_head_dim, 1, device=self.device)
+        kv = torch.ones(len(top_H) * (c.qk_nope_head_dim + c.v_head_dim), 1, device=self.device)
+        qk_clip(q, kv, top_H, **dims, tau=tau)
+        names = {"q_b_proj" if c.q_lora_rank is not None else "q_proj": q, "kv_b_proj": kv}
+        for name, factor in names.items():
+            full = f"{at}{name}.weight"
+            box = self.optimizer.boxes[full][self.mesh.stage_rank]
+            self.locals[full].mul_(factor[box.top : box.bottom])
+
+    def _sum_of_last(self, nats: Tensor | None) -> float:
+        """Of the ranks that saw the loss, each token once: with words split, tp ranks see the same ones."""
+        counts = (self.mesh.last and self.mesh.tp == 0) or (self.mesh.last and self.mesh.config.tp == 1)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if counts and nats is not None:
+            total += nats.double()
+        dist.all_reduce(total)
+        return float(total)
+
+    def _of_all_stages(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The loads of every stage's layers, in order of depth."""
+        if self.mesh.config.pp == 1:
+            return found
+        seen: list[Any] = [None] * self.mesh.config.pp
+        dist.all_gather_object(seen, found, self.mesh.group("pp"))
+        rows = sorted(row for part in seen if part for row in zip(part["layers"], part["max_violation"], part["dead"]))
+        return dict(zip(("layers", "max_violation", "dead"), zip(*rows))) if rows else {}
+
+    # --- held-out text ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, tokens: int) -> float:
+        """Held-out bits per byte over the first `tokens` tokens; ranks take batches in turn."""
+        o, m, total = self.options, self.mesh, torch.zeros(2, dtype=torch.float64, device=self.device)
+        source = held_out_batches(self.data.held_out, o.context, o.rows // m.config.dp)
+        size, read, rounds = o.rows // m.config.dp * o.context, 0, o.accumulate * m.config.dp
+        while read < tokens:
+            batches = [b for b, _ in zip(source, range(rounds))]
+            if not batches:
+                break
+            read += sum(len(b.tokens) for b in batches)
+            mine = [padded(b, size) for b in batches[m.dp :: m.config.dp]]
+            mine += [padded(None, size)] * (o.accumulate - len(mine))
+            self._begin(mine, 1, 1, look=False)
+            self.pipeline.evaluate()
+            nats = self._sum_of_last(self.shared.nats)
+            total += torch.tensor([nats, float(sum(b.n_bytes for b in batches))], device=self.device)
+        self.shared.blocks = Blocks()
+        nats, text = total.tolist()
+        return bits_per_byte(nats, text) if text else float("nan")
+
+    # --- a run ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Any:
+        """Train to the last step, from the newest checkpoint if there is one, and write `weights/`."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        files = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+        first = self.mesh.rank == 0
+        with ExitStack() as stack:
+            checkpoints = stack.enter_context(MeshCheckpoints(self.directory / "checkpoints", self.options.keep, files))
+            self._resume()
+            if first:
+                self._describe_run()
+            metrics = stack.enter_context(MetricsLog(self.directory, self.step, self.options.wandb)) if first else None
+            line: Any = stack.enter_context(ProgressLine(self.options.steps, self.step) if first else nullcontext())
+            while self.step < self.options.steps:
+                record = self.train_step()
+                if self._due(self.options.eval_every):
+                    last = self.step == self.options.steps
+                    tokens = self.data.held_out.n_tokens if last else self.options.eval_tokens
+                    record = replace(record, val_bpb=self.evaluate(tokens))
+                if metrics is not None:
+                    metrics.write(record)
+                    line.update(record)
+                if self._due(self.options.checkpoint_every):
+                    if metrics is not None:
+                        metrics.sync()
+                    self.save(checkpoints)
+            checkpoints.wait()
+        self._finish()
+        return self.stages
+
+    def save(self, checkpoints: MeshCheckpoints) -> None:
+        """Every rank copies what it holds; files are written while training goes on."""
+        trainer = {
+            "step": self.step,
+            "position": self.position,
+            "rng": rng_state(),
+            "balancer": self._balancer_state(),
+            "recipe": self.recipe,
+            "data": self.data.fingerprint,
+        }
+        checkpoints.save(
+            self.step, self.config, self.shapes, self.held(), self.states, self.held_state(), trainer,
+            lambda path: self.data.tokenizer().save(path),
+        )  # fmt: skip
+
+    def _balancer_state(self) -> dict[str, int] | None:
+        """Rank 0's, or, where its stage has no experts, what any balancer would say: they all count steps."""
+        if self.balancer is not None:
+            return self.balancer.state_dict()
+        return {"updates": self.step} if self.config.num_experts else None
+
+    def held(self, *, reading: bool = False) -> Iterator[Held]:
+        """This rank's boxes of parameters and biases; for writing, each box of all ranks once."""
+        twin = self.mesh.last and self.mesh.config.pp > 1
+        for name, value in self.locals.items():
+            box = self.sizes.boxes(name, self.shapes[name])[self.mesh.stage_rank]
+            if reading or not (twin and name == "embed_tokens.weight"):
+                yield Held(name, box, value.view(box.shape))
+        for name, value in self.buffers.items():
+            if reading or self.mesh.stage_rank == 0:
+                yield Held(name, whole(value.shape), as_matrix(value))
+
+    def held_state(self, *, reading: bool = False) -> Iterator[Held]:
+        twin = self.mesh.last and self.mesh.config.pp > 1
+        for name, (parameter, value) in self.optimizer.state().items():
+            box = self.optimizer.boxes[parameter][self.mesh.stage_rank]
+            if not reading and twin and parameter == "embed_tokens.weight":
+                continue
+            if value.dim() == 0:
+                if reading or box.top == box.left == 0:
+                    yield Held(name, Box(0, 1, 0, 1), value.view(1, 1))
+            else:
+                yield Held(name, box, value.view(box.shape))
+        if not reading and self.mesh.rank == 0:
+            yield Held("skipped", Box(0, 1, 0, 1), torch.tensor([[self.optimizer.skipped]]))
+
+    def _state_shapes(self, plans: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Every optimiser state tensor of the whole model, as `Optimizer.state_dict` has them."""
+        found: dict[str, tuple[tuple[int, ...], str]] = {"skipped": ((), "I64")}
+        for p in plans:
+            shape = self.shapes[p.name]
+            if p.kind == "muon":
+                found[f"muon.{p.name}"] = (shape, "F32")
+            else:
+                found |= {f"adamw.{key}.{p.name}": (shape, "F32") for key in ("exp_avg", "exp_avg_sq")}
+                found[f"adamw.step.{p.name}"] = ((), "F32")
+        return found
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Everything as it was, whatever mesh or single process wrote it."""
+        checkpoint.expect_recipe(self.recipe)
+        state = checkpoint.trainer
+        if state["data"] != self.data.fingerprint:
+            raise CheckpointError(
+                f"{checkpoint.path} was trained on other data or another tokenizer (the sources have changed since); "
+                "restore them, or train into another directory."
+            )
+        read_weights(checkpoint.weights, self.config, self.held(reading=True), self.shapes)
+        path = checkpoint.path / "optimizer.safetensors"
+        read_states(path, self.held_state(reading=True))
+        skipped = Held("skipped", Box(0, 1, 0, 1), torch.zeros(1, 1, dtype=torch.int64))
+        read_states(path, [skipped])
+        self.optimizer.skipped = int(skipped.values)
+        self.step, self.position = state["step"], state["position"]
+        set_rng_state(state["rng"])
+        if self.balancer is not None:
+            self.balancer.load_state_dict(state["balancer"])
+
+    def _finish(self) -> None:
+        target = self.directory / "weights"
+        partial = target.with_name("weights.partial")
+        if self.mesh.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            create_weights(partial, self.config, self.shapes)
+        dist.barrier()
+        write_boxes(partial, [p for file in weight_places(self.config, self.shapes) for p in file], self.held())
+        dist.barrier()
+        if self.mesh.rank == 0:
+            self.data.tokenizer().save(partial)
+            replace_directory(partial, target)
+        dist.barrier()
+
+
+_SUBLAYERS = ("self_attn", "mlp", "block_sparse_moe")
+
+
+def local_device(name: str) -> torch.device:
+    """The processor, or this process's own GPU."""
+    device = pick_device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    return device
+
+
+def cut_parameters(stage: nn.Module, sizes: Sizes, rank: int) -> None:
+    """Leave each parameter its tp or ep part."""
+    for name, p in stage.named_parameters():
+        axis, part, parts = sizes.cut(name, rank)
+        if parts > 1:
+            p.data = take(p, axis, part, parts)
+
+
+def classed(layer: Any) -> Iterator[tuple[nn.Module, str]]:
+    """The modules that activation policies are about, inner ones first."""
+    yield from ((m, "norm") for m in (layer.input_layernorm, layer.post_attention_layernorm) if isinstance(m, RMSNorm))
+    if hasattr(layer, "mlp"):
+        yield layer.mlp, "mlp"
+    if hasattr(layer, "block_sparse_moe"):
+        if layer.block_sparse_moe.shared_experts is not None:
+            yield layer.block_sparse_moe.shared_experts, "mlp"
+        yield layer.block_sparse_moe, "moe"
+    if isinstance(layer.self_attn, KDA):
+        yield layer.self_attn, "kda"
+    elif isinstance(layer.self_attn, MLA):
+        yield layer.self_attn, "mla"
+
+
+def padded(batch: Batch | None, size: int) -> Batch:
+    """A batch of exactly `size` tokens: what is missing is one more document without targets."""
+    have = 0 if batch is None else len(batch.tokens)
+    rest = size - have
+    if batch is not None and rest == 0:
+        return batch
+    tokens, targets = torch.zeros(rest, dtype=torch.int64), torch.full((rest,), NO_TARGET)
+    if batch is None:
+        return Batch(tokens, targets, (rest,), 0, 0, 0)
+    return replace(
+        batch, tokens=torch.cat([batch.tokens, tokens]), targets=torch.cat([batch.targets, targets]),
+        lengths=(*batch.lengths, rest),
+    )  # fmt: skip
+
+
+def twin_group(mesh: Mesh) -> Any:
+    """Of each place in a stage: its rank in the first stage and in the last. None in between."""
+    c = mesh.config
+    mine = None
+    for place in range(c.stage):
+        ranks = [place, place + (c.pp - 1) * c.stage]
+        group = dist.new_group(ranks)
+        if mesh.rank in ranks:
+            mine = group
+    return mine

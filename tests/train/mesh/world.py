@@ -1,0 +1,256 @@
+"""Eight gloo processes, spawned once, that train a very small model on every mesh shape.
+
+`world.py FOLDER [CASES]` runs the cases in turn and prints what became of each; the first error ends the world.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from perilune.config import ModelConfig, preset
+from perilune.data import Prepared, Shard
+from perilune.train.loop import Trainer
+from perilune.train.mesh.boxes import as_matrix
+from perilune.train.mesh.config import MeshConfig
+from perilune.train.mesh.routed import ForcedRouting
+from perilune.train.mesh.trainer import MeshTrainer
+from perilune.train.options import TrainConfig
+
+PROCESSES = 8
+MODEL = preset("tiny").replace(
+    hidden_size=32, num_hidden_layers=5, mla_layers=(2, 4), kda_num_heads=4, kda_head_dim=8, num_attention_heads=4,
+    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, attn_res_block_size=2,
+    intermediate_size=32, num_experts=8, num_experts_per_token=2, num_shared_experts=1, moe_intermediate_size=16,
+    routed_expert_hidden_size=16, vocab_size=64, num_nextn_predict_layers=1, max_position_embeddings=256,
+)  # fmt: skip
+OPTIONS = TrainConfig(
+    steps=3, context=32, batch_tokens=1024, micro_tokens=256, lr=0.02, qk_clip=0.02, logit_every=1, balance_bins=50,
+    eval_every=100, eval_tokens=600, checkpoint_every=100, peak_flops=1e11, device="cpu",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh, and what its model and options change."""
+
+    mesh: dict[str, Any]
+    model: dict[str, Any]
+    options: dict[str, Any]
+
+
+def case(**mesh: Any) -> Case:
+    return Case(mesh, {}, {})
+
+
+CASES: dict[str, Case] = {
+    "dp8-zero1": case(dp=8, zero=1),
+    "dp8-zero2": case(dp=8, zero=2),
+    "dp8-zero3": case(dp=8, zero=3),
+}
+
+
+def corpus(seed: int = 0, documents: int = 60) -> Shard:
+    """Documents of 5 to 90 tokens with some structure, ended by token 0."""
+    rng = np.random.default_rng(seed)
+    texts = [np.append(1 + (rng.integers(63) + rng.integers(1, 4) * np.arange(rng.integers(4, 90))) % 63, 0)
+             for _ in range(documents)]  # fmt: skip
+    ends = np.cumsum([len(t) for t in texts])
+    sizes = np.array([len(t) - 1 for t in texts])
+    return Shard(np.concatenate(texts).astype(np.uint16), ends, sizes, np.array([0] + [1] * 63, np.int32))
+
+
+class Nothing:
+    def save(self, path: Path) -> None:
+        """There is nothing to save."""
+
+
+class Data(Prepared):
+    """Shards without files; its tokenizer has nothing to save."""
+
+    def tokenizer(self) -> Any:
+        return Nothing()
+
+
+def data() -> Data:
+    return Data(Path(), corpus(0), corpus(1, 20), {"fingerprint": "toy", "vocab_size": 64})
+
+
+def single(folder: Path, model: ModelConfig, options: TrainConfig) -> Trainer:
+    """One process, routed as the mesh is."""
+    trainer = Trainer(model, options, data(), folder, {})
+    forced = ForcedRouting()
+    for layer in (*trainer.model.layers, *trainer.model.mtp):
+        if hasattr(layer, "block_sparse_moe"):
+            forced.force(layer.block_sparse_moe.gate, layer.layer)
+    return trainer
+
+
+def watch_gradients(optimizer: Any, read: Any) -> list[dict[str, torch.Tensor]]:
+    """Copies of the gradients of every step, before clipping."""
+    seen: list[dict[str, torch.Tensor]] = []
+    step = optimizer.step
+
+    def stepping(*args: Any) -> Any:
+        seen.append({n: g.clone() for n, g in read()})
+        return step(*args)
+
+    optimizer.step = stepping
+    return seen
+
+
+@dataclass
+class Result:
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    loads: list[tuple[float, ...]]
+    held_out: float
+
+
+def run_single(folder: Path, case: Case) -> Result:
+    from perilune.train.inspect import evaluate
+
+    trainer = single(folder, MODEL.replace(**case.model), replace(OPTIONS, **case.options))
+    grads = watch_gradients(
+        trainer.optimizer, lambda: [(n, p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None]
+    )
+    records = [trainer.train_step() for _ in range(OPTIONS.steps)]
+    weights = {n: t.detach().clone() for n, t in (*trainer.model.named_parameters(), *trainer.model.named_buffers())}
+    return Result(
+        [r.loss for r in records], [r.grad_norm for r in records], grads[0], weights,
+        [r.max_violation for r in records],
+        evaluate(trainer.model, trainer.data.held_out, trainer.options, 600, torch.float32),
+    )  # fmt: skip
+
+
+def run_mesh(folder: Path, case: Case) -> Result | None:
+    """The same on the mesh; whole tensors on rank 0."""
+    mesh = MeshConfig(**{"forced_routing": True, **case.mesh})
+    trainer = MeshTrainer(MODEL.replace(**case.model), replace(OPTIONS, **case.options), data(), folder, {}, mesh)
+    grads = watch_gradients(
+        trainer.optimizer, lambda: [(n, p.grad) for n, p in trainer.locals.items() if p.grad is not None]
+    )
+    records = [trainer.train_step() for _ in range(OPTIONS.steps)]
+    held_out = trainer.evaluate(600)
+    place = lambda n: trainer.sizes.boxes(n, trainer.shapes[n])[trainer.mesh.stage_rank]  # noqa: E731
+    mine = [(n, place(n), g) for n, g in grads[0].items()]
+    gradients = whole_tensors(mine, trainer.shapes)
+    weights = whole_tensors([(h.name, h.box, h.values) for h in trainer.held(reading=True)], trainer.shapes)
+    if dist.get_rank():
+        return None
+    losses, norms, loads = zip(*((r.loss, r.grad_norm, r.max_violation) for r in records))
+    return Result(list(losses), list(norms), gradients, weights, list(loads), held_out)
+
+
+def whole_tensors(mine: list[Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Every rank's boxes put together."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [(n, b, v.detach().clone()) for n, b, v in mine])
+    found: dict[str, torch.Tensor] = {}
+    for part in everyone:
+        for name, box, values in part:
+            target = found.setdefault(name, torch.full(shapes[name], float("nan")))
+            as_matrix(target)[box.top : box.bottom, box.left : box.right] = values.view(box.shape)
+    return found
+
+
+def compare(got: Result, want: Result) -> None:
+    torch.testing.assert_close(torch.tensor(got.losses[:1]), torch.tensor(want.losses[:1]), rtol=2e-6, atol=0)
+    for name, w in want.gradients.items():
+        g = got.gradients[name]
+        error = (g - w).norm() / w.norm().clamp_min(1e-12)
+        assert error < 2e-4, f"gradient of {name}: relative error {error:.1e}"
+    torch.testing.assert_close(torch.tensor(got.norms[0]), torch.tensor(want.norms[0]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(want.losses), rtol=2e-3, atol=0)
+    for name, w in want.weights.items():
+        error = (got.weights[name] - w).abs().max()
+        assert error < 2e-2 * w.abs().max().clamp_min(0.1), f"{name} after {OPTIONS.steps} steps: {error:.1e}"
+    np.testing.assert_allclose(got.loads, want.loads, rtol=1e-6)
+    assert abs(got.held_out - want.held_out) < 5e-3 * want.held_out, (got.held_out, want.held_out)
+
+
+def key(case: Case) -> str:
+    return hashlib.sha256(repr((case.model, case.options)).encode()).hexdigest()[:12]
+
+
+def references(folder: Path, cases: list[Case]) -> None:
+    """What one process makes of every model and options among the cases."""
+    torch.set_num_threads(1)
+    for name, one in {key(c): c for c in cases}.items():
+        torch.save(run_single(folder / name, one), folder / "writing.pt")
+        (folder / "writing.pt").rename(folder / f"{name}.pt")
+
+
+def check(folder: Path, name: str, case: Case) -> None:
+    got = run_mesh(folder / name, case)
+    if got is not None:
+        path = folder / f"{key(case)}.pt"
+        while not path.exists():
+            time.sleep(0.1)
+        compare(got, torch.load(path, weights_only=False))
+
+
+def main(rank: int, folder: Path, cases: dict[str, Case]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), PROCESSES)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=100))
+    for name, one in cases.items():
+        check(folder, name, one)
+        dist.barrier()
+        if rank == 0:
+            (folder / f"{name}.ok").touch()
+    dist.destroy_process_group()
+
+
+def spawn(folder: Path, names: list[str], limit: float = 240.0) -> dict[str, str]:
+    """Fork the processes from this one, which has imported everything; all end when one fails or time is up."""
+    cases = {name: one for name, one in CASES.items() if name in names or not names}
+    ranks = {}
+    for rank in range(PROCESSES + 1):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                main(rank, folder, cases) if rank < PROCESSES else references(folder, [*cases.values()])
+                os._exit(0)
+            except BaseException:  # the others wait for this rank: the world ends with the first error
+                (folder / f"error{rank}").write_text(traceback.format_exc(limit=-8))
+                os._exit(1)
+        ranks[pid] = rank
+    deadline, failed = time.monotonic() + limit, ""
+    while ranks and not failed:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            rank = ranks.pop(pid)
+            failed = f"rank {rank} ended with status {status}" if status else ""
+        elif time.monotonic() > deadline:
+            failed = f"{PROCESSES} processes took more than {limit:.0f} s"
+        else:
+            time.sleep(0.05)
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    found = {name: "ok" for name in CASES if (folder / f"{name}.ok").exists()}
+    errors = sorted(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
+    first = f"{errors[0].name}: {errors[0].read_text()}" if errors else ""
+    return found | ({"world": f"{failed}\n{first}"} if failed else {})
+
+
+if __name__ == "__main__":
+    outcome = spawn(Path(sys.argv[1]), sys.argv[2:])
+    (Path(sys.argv[1]) / "outcome.json").write_text(json.dumps(outcome))
+    print("\n".join(f"{name}: {said}" for name, said in outcome.items()))
