@@ -4,7 +4,8 @@
     out     = Σ_i softmax_i(score) v_i                          raw values, no 1/√d, no bias
 
 Sources are the finished blocks and the running sum (`partial`), which always comes last. All in fp32 (fp64 for fp64
-inputs), cast once. With no finished block the result is the partial sum itself.
+inputs), cast once. With no finished block the result is the partial sum itself. What follows a read in K3 is an RMSNorm;
+with `norm` it is part of the read. On an NVIDIA GPU each direction is one kernel (`attnres_triton`).
 Shapes: T tokens (any leading axes), D width, N finished blocks.
 """
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from perilune.ops.dispatch import fused, kernels
+from perilune.ops.norm import rms_norm, rms_norm_reference
 from perilune.ops.precision import own_precision
 
 EPS = 1e-5
@@ -31,6 +34,11 @@ def rms_scale(source: Tensor, eps: float = EPS) -> Tensor:
         return torch.rsqrt(torch.linalg.vecdot(wide, wide).div_(source.shape[-1]).add_(eps)).unsqueeze(-1)
 
 
+def block_scale(source: Tensor, eps: float = EPS, *, impl: str = "auto") -> Tensor:
+    """`rms_scale` where `mix` will use it; empty where its kernels make it in passing."""
+    return source.new_empty(0) if fused("mix", impl, source) else rms_scale(source, eps)
+
+
 def mix(
     blocks: Sequence[Tensor],
     partial: Tensor,
@@ -38,24 +46,44 @@ def mix(
     *,
     scales: Sequence[Tensor] | None = None,
     eps: float = EPS,
+    norm: Tensor | None = None,
+    norm_eps: float = EPS,
+    impl: str = "auto",
 ) -> Tensor:
     """Attention Residuals of blocks (each [...,D]) and partial [...,D] with weight [D] = γ·w.
 
-    scales: `rms_scale` of each block, if already known; gradients flow to the block as if computed here.
+    scales: `block_scale` of each block, if already known; gradients flow to the block as if computed here.
+    norm: the weight [D] of an RMSNorm taken of the result.
     Returns [...,D] in partial's dtype.
     """
     _check(blocks, partial, weight, scales)
-    if not blocks:
-        return partial
+    if blocks and fused("mix", impl, partial) and all(b.dtype == partial.dtype for b in blocks):
+        return _FusedMix.apply(weight, norm, eps, norm_eps, *blocks, partial)
+    h = partial if not blocks else _eager(blocks, partial, weight, scales, eps)
+    return h if norm is None else rms_norm(h, norm, norm_eps, impl=impl)
+
+
+def _eager(
+    blocks: Sequence[Tensor], partial: Tensor, weight: Tensor, scales: Sequence[Tensor] | None, eps: float
+) -> Tensor:
     known = [rms_scale(b, eps) for b in blocks] if scales is None else list(scales)
     return _Mix.apply(weight, *known, rms_scale(partial, eps), *blocks, partial)
 
 
-def mix_reference(blocks: Sequence[Tensor], partial: Tensor, weight: Tensor, *, eps: float = EPS) -> Tensor:
+def mix_reference(
+    blocks: Sequence[Tensor],
+    partial: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = EPS,
+    norm: Tensor | None = None,
+    norm_eps: float = EPS,
+) -> Tensor:
     """The equation, by autograd."""
     v = torch.stack([_widen(x) for x in (*blocks, partial)])
     score = (v * _widen(weight)).sum(-1) * torch.rsqrt(v.square().mean(-1) + eps)
-    return (torch.softmax(score, 0).unsqueeze(-1) * v).sum(0).to(partial.dtype)
+    h = (torch.softmax(score, 0).unsqueeze(-1) * v).sum(0).to(partial.dtype)
+    return h if norm is None else rms_norm_reference(h, norm, norm_eps)
 
 
 @own_precision
@@ -107,6 +135,35 @@ class _Mix(torch.autograd.Function):
             dv = (dout * p[i]).addcmul_(v, shrink, value=-1.0).addcmul_(along, w)
             dsources.append(dv.to(source.dtype))
         return dw.to(weight.dtype), *[None] * half, *dsources
+
+
+class _FusedMix(torch.autograd.Function):
+    """Keeps the sources, which are alive anyway, and a score and a half a source and token."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, weight: Tensor, norm: Tensor | None, eps: float, norm_eps: float, *sources: Tensor
+    ) -> Tensor:
+        flat = [_flat(v) for v in sources]
+        keep = any(ctx.needs_input_grad)
+        y, scores, lse = kernels("attnres_triton").mix(flat, weight, norm, eps, norm_eps, keep)
+        if keep:
+            ctx.save_for_backward(weight, norm, scores, lse, *sources)
+        ctx.eps = eps, norm_eps
+        return y.view(sources[-1].shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weight, norm, scores, lse, *sources = ctx.saved_tensors
+        flat = [_flat(v) for v in sources]
+        dv, dw, dnorm = kernels("attnres_triton").mix_backward(flat, weight, norm, _flat(dy), scores, lse, *ctx.eps)
+        dnorm = None if norm is None else dnorm.to(norm.dtype)
+        return dw.to(weight.dtype), dnorm, None, None, *(d.view(v.shape) for d, v in zip(dv, sources, strict=True))
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _widen(x: Tensor) -> Tensor:

@@ -3,10 +3,13 @@
     y_t = silu( Σ_w weight[:, w] · x_{t − (W−1) + w} )       the last tap multiplies the current token
 
 Sequences start from a tail of W−1 earlier inputs (zeros by default) and never see each other. Computed in fp32
-(fp64 for fp64 inputs) whatever x is; the weights belong to the fp32 set.
+(fp64 for fp64 inputs) whatever x is; the weights belong to the fp32 set. On an NVIDIA GPU each direction is one kernel
+(`conv_triton`), unless the tail wants a gradient.
 Shapes: B batch, T tokens, C channels, W taps, N sequences.
 """
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,23 +18,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from perilune.ops.dispatch import fused, kernels, rows_of
 
-def short_conv(
+
+def short_conv(x: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """`short_convs` in one part: (y [B,T,C], new tail)."""
+    (y,), tail = short_convs(x, weight, 1, **options)
+    return y, tail
+
+
+def short_convs(
     x: Tensor,
     weight: Tensor,
+    parts: int,
     *,
     tail: Tensor | None = None,
     lengths: Sequence[int] | None = None,
     activation: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Convolves x [B,T,C] with weight [C,W] or [C,1,W].
+    impl: str = "auto",
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Convolves x [B,T,C] with weight [C,W] or [C,1,W] and hands out the channels in equal parts (q, k, v of KDA).
 
     Args:
         tail: [N,C,W−1], the inputs before each sequence, oldest first; zeros by default. N = B, or len(lengths).
         lengths: tokens of each packed sequence (B = 1), empty ones included; None means B sequences of T.
         activation: False leaves SiLU out.
     Returns:
-        y [B,T,C] in x's dtype, and the new tail [N,C,W−1] in the tail's dtype (x's when none was given).
+        `parts` tensors [B,T,C/parts] in x's dtype, and the new tail [N,C,W−1] in the tail's dtype (x's when none was given).
     Raises:
         ValueError: one sentence that names the argument.
     """
@@ -46,8 +59,14 @@ def short_conv(
     sequences = x.shape[0] if lengths is None else len(lengths)
     if tail is not None and tail.shape != (sequences, x.shape[-1], taps - 1):
         raise ValueError(f"short_conv: tail must be {[sequences, x.shape[-1], taps - 1]}, got {tuple(tail.shape)}.")
+    wants_tail = tail is not None and tail.requires_grad and torch.is_grad_enabled()
+    if parts in (1, 3) and not wants_tail and fused("short_conv", impl, x):
+        spans = tuple(lengths) if lengths is not None else (x.shape[1],) * x.shape[0]
+        ys = _Fused.apply(x, weight, tail, spans, parts, activation)
+        return ys, _new_tail(x.reshape(-1, x.shape[-1]), tail, spans, taps)
     rows = None if lengths is None or len(lengths) == 1 else _rows(tuple(lengths), taps, x.device)
-    return _ShortConv.apply(x, weight, tail, rows, activation)
+    y, tail = _ShortConv.apply(x, weight, tail, rows, activation)
+    return y.chunk(parts, -1), tail
 
 
 def short_conv_reference(
@@ -91,6 +110,62 @@ def _rows(lengths: tuple[int, ...], taps: int, device: torch.device) -> tuple[Te
     old = (starts.unsqueeze(1) + within).flatten()
     new = ((starts + count).unsqueeze(1) + within).flatten()
     return tokens.to(device), old.to(device), new.to(device)
+
+
+@functools.lru_cache(maxsize=32)
+def _places(lengths: tuple[int, ...], taps: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token its index within its sequence and the sequence's number, int32 [T]; and for each slot of the new
+    tails [N,W−1] the token that fills it, or less than zero, counted back from the old tail's end."""
+    count = torch.tensor(lengths)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), count)
+    starts = torch.tensor([0, *itertools.accumulate(lengths[:-1])])
+    position = torch.arange(len(sequence)) - starts[sequence]
+    within = count[:, None] + torch.arange(1 - taps, 0)
+    filled = torch.where(within >= 0, within + starts[:, None], within)
+    return position.to(device, torch.int32), sequence.to(device, torch.int32), filled.to(device)
+
+
+def _new_tail(x: Tensor, tail: Tensor | None, lengths: tuple[int, ...], taps: int) -> Tensor:
+    """[N,C,W−1]: the last inputs of each sequence, the old tail's where it is shorter."""
+    filled = _places(lengths, taps, x.device)[2]
+    if not len(x):
+        return x.new_zeros(len(lengths), x.shape[-1], taps - 1) if tail is None else tail.clone()
+    new = x[filled.clamp(min=0)].transpose(1, 2)
+    if tail is None:
+        return new.masked_fill(filled[:, None] < 0, 0.0)
+    slot = (filled % (taps - 1)).unsqueeze(1).expand(-1, x.shape[-1], -1)
+    return torch.where(filled[:, None] < 0, tail.gather(2, slot), new.to(tail.dtype))
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps its inputs; the pre-activations are made again. The tail gets no gradient here."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        tail: Tensor | None,
+        lengths: tuple[int, ...],
+        parts: int,
+        activation: bool,
+    ) -> tuple[Tensor, ...]:
+        position, sequence, _ = _places(lengths, weight.shape[1], x.device)
+        weight, tail = weight.contiguous(), None if tail is None else tail.contiguous()
+        ctx.save_for_backward(x, weight, tail, position, sequence)
+        ctx.activation = activation
+        ys = kernels("conv_triton").forward(rows_of(x), weight, tail, position, sequence, parts, activation)
+        return tuple(y.view(*x.shape[:2], -1) for y in ys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, tail, position, sequence = ctx.saved_tensors
+        flat = tuple(rows_of(d) for d in dys)
+        if len({d.stride(0) for d in flat}) > 1:
+            flat = tuple(d.contiguous() for d in flat)
+        dx, dw = kernels("conv_triton").backward(rows_of(x), weight, tail, position, sequence, flat, ctx.activation)
+        return dx.view(x.shape), dw.to(weight.dtype), None, None, None, None
 
 
 class _ShortConv(torch.autograd.Function):

@@ -4,6 +4,7 @@
 
 The routing weight multiplies the activation before the down product (the product is linear), so its gradient is
 ⟨act, downᵀ·d out⟩, which the backward has anyway: the expert output is neither kept nor recomputed.
+On an NVIDIA GPU what surrounds the grouped products is a kernel each (`experts_triton`).
 Rows R = T·k; L width of the rows; I expert width; E experts. Weights in the released orientation:
 gate_up [E,2I,L] (gate first, then up), down [E,L,I].
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from perilune.ops.dispatch import fused, kernels, rows_of
 from perilune.ops.situ import (
     keeps_slopes,
     situ_glu_forward,
@@ -52,6 +54,12 @@ class Activation(NamedTuple):
             return swiglu_slopes(gate, up)
         return situ_glu_slopes(gate, up, float(self.beta or 1.0), self.linear_beta)
 
+    @property
+    def rules(self) -> tuple[float, float, int]:
+        """(β₁, β₂, kind) as the kernels take them."""
+        kind = kernels("situ_triton").kind_of(self.name == "swiglu", self.linear_beta)
+        return float(self.beta or 1.0), float(self.linear_beta or 1.0), kind
+
 
 class Order(NamedTuple):
     """Rows sorted by expert. `source` [R]: the (token·k + slot) of each sorted row; `place` [T·k] its inverse;
@@ -63,27 +71,35 @@ class Order(NamedTuple):
 
 
 def order_rows(idx: Tensor, experts: int) -> Order:
-    """Sorts the choices idx [T,k] by expert, ties by token: one stable sort, no host sync."""
-    flat = idx.flatten()
-    source = torch.argsort(flat, stable=True)
+    """Sorts the choices idx [T,k] by expert, ties by token: one stable sort of short keys, no host sync."""
+    flat = idx.flatten().to(torch.int16 if experts < 2**15 else torch.int32)
+    ordered, source = torch.sort(flat, stable=True)
     place = torch.empty_like(source).scatter_(0, source, torch.arange(len(flat), device=idx.device))
-    ends = torch.zeros(experts, dtype=torch.int64, device=idx.device)
-    ends.scatter_add_(0, flat, torch.ones_like(flat))
-    return Order(source, place, ends.cumsum(0).to(torch.int32))
+    every = torch.arange(experts, device=idx.device, dtype=flat.dtype)
+    return Order(source, place, torch.searchsorted(ordered, every, right=True, out_int32=True))
 
 
 def experts(
-    z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: Activation | None = None
+    z: Tensor,
+    idx: Tensor,
+    weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation | None = None,
+    *,
+    impl: str = "auto",
 ) -> Tensor:
     """Σ_i weight[t,i] · E_{idx[t,i]}(z_t), summed in fp32.
 
     z [T,L] in the dtype of the expert weights, idx [T,k] int64, weight [T,k] fp32 -> [T,L] in z's dtype.
     """
     _check(z, idx, weight, gate_up, down)
+    if fused("experts", impl, z):
+        return _Fused.apply(z, idx, weight, gate_up, down, activation or Activation())
     order = order_rows(idx, gate_up.shape[0])
     rows = _Spread.apply(z, order.source, order.place, idx.shape[1])
     row_weight = _Permute.apply(weight.flatten(), order.source, order.place)
-    y = grouped_mlp(rows, order.ends, row_weight, gate_up, down, activation)
+    y = grouped_mlp(rows, order.ends, row_weight, gate_up, down, activation, impl="eager")
     return _Gather.apply(y, order.source, order.place, idx.shape[1])
 
 
@@ -109,10 +125,14 @@ def grouped_mlp(
     gate_up: Tensor,
     down: Tensor,
     activation: Activation | None = None,
+    *,
+    impl: str = "auto",
 ) -> Tensor:
     """Rows already sorted by expert (what an exchange between devices delivers): rows [R,L], ends [E] int32 cumulative
     counts (ends[−1] = R), row_weight [R] -> weighted expert outputs [R,L]."""
     act = activation or Activation()
+    if fused("grouped_mlp", impl, rows):
+        return _FusedMlp.apply(rows, ends, row_weight, gate_up, down, act)
     return _GroupedMlp.apply(rows, ends, row_weight, gate_up, down, act, keeps_slopes(rows))
 
 
@@ -180,6 +200,75 @@ class _GroupedMlp(torch.autograd.Function):
         dgate_up = grouped_mm(dh.t(), rows, ends)
         drows = grouped_mm(dh, gate_up, ends)
         return drows, None, d_row_weight.to(row_weight.dtype), dgate_up, ddown, None, None
+
+
+def _fused_forward(
+    rows: Tensor, ends: Tensor, weight: Tensor, source: Tensor | None, gate_up: Tensor, down: Tensor, act: Activation
+) -> tuple[Tensor, Tensor]:
+    """(weighted expert outputs [R,L], the gate and up product that the backward wants)."""
+    h = grouped_mm(rows, gate_up.transpose(1, 2), ends)
+    a = kernels("experts_triton").activate(h, weight, source, *act.rules)
+    return grouped_mm(a, down.transpose(1, 2), ends), h
+
+
+def _fused_backward(
+    dy: Tensor, rows: Tensor, ends: Tensor, weight: Tensor, source: Tensor | None, gate_up: Tensor, down: Tensor,
+    h: Tensor, act: Activation,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of (rows, weight, gate_up, down)."""
+    da = grouped_mm(dy, down, ends)
+    dh, a, dweight = kernels("experts_triton").activate_backward(h, da, weight, source, *act.rules)
+    ddown = grouped_mm(dy.t(), a, ends)
+    dgate_up = grouped_mm(dh.t(), rows, ends)
+    return grouped_mm(dh, gate_up, ends), dweight.to(weight.dtype), dgate_up, ddown
+
+
+class _FusedMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, rows: Tensor, ends: Tensor, row_weight: Tensor, gate_up: Tensor, down: Tensor, act: Activation
+    ) -> Tensor:
+        y, h = _fused_forward(rows, ends, row_weight, None, gate_up, down, act)
+        ctx.save_for_backward(rows, ends, row_weight, gate_up, down, h)
+        ctx.act = act
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, ends, row_weight, gate_up, down, h = ctx.saved_tensors
+        dy = dy.to(rows.dtype).contiguous()
+        got = _fused_backward(dy, rows, ends, row_weight, None, gate_up, down, h, ctx.act)
+        return got[0], None, *got[1:], None
+
+
+class _Fused(torch.autograd.Function):
+    """The whole path from tokens to tokens: no copy of rows but the one that the grouped product reads."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, act: Activation
+    ) -> Tensor:
+        k, order = idx.shape[1], order_rows(idx, gate_up.shape[0])
+        flat = weight.reshape(-1)
+        rows = kernels("experts_triton").gather(rows_of(z), order.source, k)
+        y, h = _fused_forward(rows, order.ends, flat, order.source, gate_up, down, act)
+        ctx.save_for_backward(rows, *order, weight, gate_up, down, h)
+        ctx.act = act
+        return kernels("experts_triton").combine(y, order.place, k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, source, place, ends, weight, gate_up, down, h = ctx.saved_tensors
+        k = weight.shape[1]
+        dy = kernels("experts_triton").gather(rows_of(dout.to(rows.dtype)), source, k)
+        flat = weight.reshape(-1)
+        drows, dweight, dgate_up, ddown = _fused_backward(
+            dy, rows, ends, flat, source, gate_up, down, h, ctx.act
+        )
+        dz = kernels("experts_triton").combine(drows, place, k)
+        return dz, None, dweight.view(weight.shape), dgate_up, ddown, None
 
 
 class _Spread(torch.autograd.Function):

@@ -2,12 +2,18 @@
 
 rms_norm:        y = cast(x · rsqrt(mean x² + eps)) · w        (cast to x's dtype first, then the weight)
 gated_rms_norm:  y = cast(x · rsqrt(mean x² + eps) · w · σ(gate))      (all fp32, one cast: the release's fused op)
+sigmoid_gate:    y = cast(x · σ(gate))                                 (MLA's output gate, the product in fp32)
+
+On an NVIDIA GPU each direction is one kernel (`norm_triton`, `gate_triton`).
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from perilune.ops.dispatch import fused, kernels, rows_of
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -23,18 +29,38 @@ def gated_rms_norm_reference(x: Tensor, gate: Tensor | None, weight: Tensor, eps
     return (y if gate is None else y * torch.sigmoid(gate.to(y.dtype))).to(x.dtype)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> Tensor:
     """RMSNorm over the last axis. x [..., D] in any float dtype, weight [D]; returns x's dtype."""
+    if fused("rms_norm", impl, x):
+        return _FusedNorm.apply(x, None, weight, eps)
     y: Tensor = _RMSNorm.apply(x, eps)
     # The weight is cast so that fp32 master weights under bf16 activations do not widen the stream.
     return y * weight.to(x.dtype)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """KDA's output norm and sigmoid gate. x, gate [..., D], weight [D] fp32; returns x's dtype."""
+def gated_rms_norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, *, impl: str = "auto"
+) -> Tensor:
+    """KDA's output norm and sigmoid gate. x, gate [..., H,D], weight [D] fp32; returns x's dtype."""
+    if gate is not None and fused("gated_rms_norm", impl, x):
+        return _FusedNorm.apply(x, gate, weight, eps)
     if gate is None:
         return gated_rms_norm_reference(x, None, weight, eps)
     y: Tensor = _GatedRMSNorm.apply(x, gate, weight, eps)
+    return y
+
+
+def sigmoid_gate_reference(x: Tensor, gate: Tensor) -> Tensor:
+    """The equation, differentiable by autograd."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) * torch.sigmoid(gate.to(wide))).to(gate.dtype)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor, *, impl: str = "auto") -> Tensor:
+    """MLA's output gate: x and gate [..., C] of one shape, any float dtypes; returns gate's dtype."""
+    if not fused("sigmoid_gate", impl, x):
+        return sigmoid_gate_reference(x, gate)
+    y: Tensor = _FusedGate.apply(x, gate)
     return y
 
 
@@ -91,3 +117,46 @@ class _GatedRMSNorm(torch.autograd.Function):
             d_weight.to(weight.dtype),
             None,
         )
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps its inputs only: a row's scale costs less to make again than to store and fetch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps = eps
+        rows, gates, heads = _as_rows(x, gate)
+        y: Tensor = kernels("norm_triton").forward(rows, gates, weight, eps, heads)
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, gate, weight = ctx.saved_tensors
+        rows, gates, heads = _as_rows(x, gate)
+        dx, dgate, dw = kernels("norm_triton").backward(rows, gates, weight, rows_of(dy), ctx.eps, heads)
+        return dx.view(x.shape), None if gate is None else dgate.view(gate.shape), dw.to(weight.dtype), None
+
+
+def _as_rows(x: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
+    """x as [R,D] and the gate as [R/H, H·D]: heads stay side by side, so a slice of a projection is not copied."""
+    if gate is None or x.dim() < 2:
+        return rows_of(x), None if gate is None else rows_of(gate), 1
+    heads = x.shape[-2]
+    return rows_of(x), rows_of(gate.flatten(-2)), heads
+
+
+class _FusedGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, gate)
+        y: Tensor = kernels("gate_triton").forward(rows_of(x), rows_of(gate))
+        return y.view(gate.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, gate = ctx.saved_tensors
+        dx, dgate = kernels("gate_triton").backward(rows_of(x), rows_of(gate), rows_of(dy))
+        return dx.view(x.shape), dgate.view(gate.shape)

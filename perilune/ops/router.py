@@ -4,15 +4,19 @@
     chosen = top-k of σ + bias;  p = σ[chosen] / (Σ σ[chosen] + 1e-20) · scaling
 
 The bias only selects: it never enters p. One chosen expert keeps its σ un-renormalised. With groups, a group's score is
-the sum of its two best biased scores and only the best groups stand for election.
+the sum of its two best biased scores and only the best groups stand for election. On an NVIDIA GPU a sigmoid router of
+one group is one kernel each way beside its products (`router_triton`).
 Shapes: T tokens, D width, E experts, k chosen.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from perilune.ops.dispatch import fused, kernels
 
 
 class Routing(NamedTuple):
@@ -85,8 +89,38 @@ def route(
     top_groups: int = 1,
     renormalize: bool = True,
     scaling: float = 1.0,
+    impl: str = "auto",
 ) -> Routing:
     """x [T,D], weight [E,D], bias [E] -> `Routing`."""
+    plain = activation == "sigmoid" and groups == 1 and 1 <= top_k < weight.shape[0]
+    if plain and fused("route", impl, x):
+        idx, p, scores, threshold = _Fused.apply(x, weight, bias, top_k, renormalize, float(scaling))
+        return Routing(idx, p, scores, threshold)
     scores = router_scores(x, weight, activation)
     idx, threshold = select(scores, bias, top_k, groups, top_groups)
     return Routing(idx, mixture(scores, idx, renormalize, scaling), scores, threshold)
+
+
+class _Fused(torch.autograd.Function):
+    """Products in bf16 for the gradients, as everywhere else; the forward's are exact in fp32."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, renormalize: bool, scaling: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        k = kernels("router_triton")
+        idx, p, scores, threshold = k.select(*k.logits(x, weight), bias, top_k, renormalize, scaling)
+        ctx.mark_non_differentiable(idx, threshold)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, idx, p, scores)
+        ctx.rules = renormalize, scaling
+        return idx, p, scores, threshold
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any, dp: Tensor | None, dscores: Tensor | None, __: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, idx, p, scores = ctx.saved_tensors
+        dp = torch.zeros_like(p) if dp is None else dp.contiguous()
+        dscores = None if dscores is None else dscores.contiguous()
+        d = kernels("router_triton").select_backward(dp, dscores, p, scores, idx, *ctx.rules, x.dtype)
+        return d @ weight.to(d.dtype), (d.T @ x).to(weight.dtype), None, None, None, None

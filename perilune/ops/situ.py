@@ -6,6 +6,7 @@
 The sigmoid takes the uncapped gate. Computed in fp32 (fp64 for fp64 inputs), cast back once. β₁ of None or 0 means 1;
 β₂ of None leaves u uncapped. The backward is not differentiable again: on an accelerator it recomputes from g and u; on
 a CPU, where a tanh costs as much as fifteen products, the forward leaves the two partial derivatives instead.
+On an NVIDIA GPU each direction is one kernel (`situ_triton`).
 """
 
 from typing import Any
@@ -15,17 +16,41 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from perilune.ops.dispatch import fused, kernels, rows_of
 
-def situ_glu(gate: Tensor, up: Tensor, beta: float | None = 4.0, linear_beta: float | None = 25.0) -> Tensor:
+
+def situ_glu(
+    gate: Tensor, up: Tensor, beta: float | None = 4.0, linear_beta: float | None = 25.0, *, impl: str = "auto"
+) -> Tensor:
     """SiTU-GLU of two tensors of one shape and dtype; the result has both."""
     _check("situ_glu", gate, up)
-    keep = keeps_slopes(gate)
-    return _SituGlu.apply(gate, up, float(beta or 1.0), None if linear_beta is None else float(linear_beta), keep)
+    betas = float(beta or 1.0), None if linear_beta is None else float(linear_beta)
+    if fused("situ_glu", impl, gate):
+        return _Fused.apply(gate, up, *betas, False)
+    return _SituGlu.apply(gate, up, *betas, keeps_slopes(gate))
 
 
 def keeps_slopes(x: Tensor) -> bool:
     """Whether a forward over x should leave its derivatives for the backward, in the room of what it was made of."""
     return torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype.itemsize >= 4
+
+
+def packed_glu(
+    gate_up: Tensor,
+    name: str = "situ",
+    beta: float | None = 4.0,
+    linear_beta: float | None = 25.0,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """The activation `name` ("situ" or "swiglu") of one product [..., 2C] = [gate | up] -> [..., C].
+
+    As `situ_glu` or `swiglu` of its halves, but the gradient is made in one piece.
+    """
+    if fused("packed_glu", impl, gate_up):
+        return _FusedPacked.apply(gate_up, float(beta or 1.0), linear_beta, name == "swiglu")
+    gate, up = gate_up.chunk(2, -1)
+    return swiglu(gate, up, impl=impl) if name == "swiglu" else situ_glu(gate, up, beta, linear_beta, impl=impl)
 
 
 def situ_glu_reference(gate: Tensor, up: Tensor, beta: float | None = 4.0, linear_beta: float | None = 25.0) -> Tensor:
@@ -36,9 +61,11 @@ def situ_glu_reference(gate: Tensor, up: Tensor, beta: float | None = 4.0, linea
     return (b1 * torch.tanh(g / b1) * torch.sigmoid(g) * capped).to(gate.dtype)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
     """SwiGLU of two tensors of one shape and dtype, in fp32, cast once."""
     _check("swiglu", gate, up)
+    if fused("swiglu", impl, gate):
+        return _Fused.apply(gate, up, 1.0, None, True)
     return (F.silu(_widen(gate)) * _widen(up)).to(gate.dtype)
 
 
@@ -110,6 +137,41 @@ class _SituGlu(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         _, dgate, dup = situ_glu_gradients(gate, up, dout, *ctx.betas)
         return dgate.to(gate.dtype), dup.to(up.dtype), None, None, None
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None, swiglu: bool
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.rules = beta, linear_beta, swiglu
+        return kernels("situ_triton").forward(rows_of(gate), rows_of(up), *ctx.rules).view(gate.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        dgate, dup = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
+        kernels("situ_triton").backward(*(rows_of(x) for x in (gate, up, dout, dgate, dup)), *ctx.rules)
+        return dgate, dup, None, None, None
+
+
+class _FusedPacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, beta: float, linear_beta: float | None, swiglu: bool) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gate_up)
+        ctx.rules = beta, linear_beta, swiglu
+        out = kernels("situ_triton").forward(*rows_of(gate_up).chunk(2, -1), *ctx.rules)
+        return out.view(*gate_up.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (gate_up,) = ctx.saved_tensors
+        d = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+        kernels("situ_triton").backward(*rows_of(gate_up).chunk(2, -1), rows_of(dout), *rows_of(d).chunk(2, -1), *ctx.rules)
+        return d, None, None, None
 
 
 def situ_glu_forward(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:

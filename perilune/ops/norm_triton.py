@@ -1,0 +1,110 @@
+"""RMSNorm and the gated output norm, one kernel each way: `ops.norm` holds the equations.
+
+A program takes whole rows: BR of them, BD (a power of two, at least D) wide. The backward's programs walk many row
+blocks and leave one partial weight gradient each, summed in a fixed order afterwards.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PARTIALS = 1056  # programs of a backward: eight a processor of an H200
+
+
+@triton.jit
+def normalise(v, D, eps):  # type: ignore[no-untyped-def]
+    """rsqrt(mean v² + eps) of each row of a tile whose columns past D are zero."""
+    return tl.rsqrt(tl.sum(v * v, 1) / D + eps)
+
+
+@triton.jit
+def norm_gradient(g, xhat, rstd, D):  # type: ignore[no-untyped-def]
+    """d/dx of x·rstd under the cotangent g of x·rstd."""
+    dot = tl.sum(g * xhat, 1) / D
+    return (g - xhat * dot[:, None]) * rstd[:, None]
+
+
+@triton.jit
+def forward_kernel(
+    x, gate, w, y, rows, D, H, eps, x_row, gate_row, GATED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+):  # type: ignore[no-untyped-def]
+    r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    c = tl.arange(0, BD)
+    inside = (r < rows)[:, None] & (c < D)[None, :]
+    v = tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    rstd = normalise(v, D, eps)
+    weight = tl.load(w + c, mask=c < D, other=0.0)
+    if GATED:
+        # Row r is head r % H of token r // H; the gates of a token lie side by side.
+        at = (r // H) * gate_row + (r % H) * D
+        z = tl.load(gate + at[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        out = v * rstd[:, None] * weight.to(tl.float32)[None, :] * tl.sigmoid(z)
+    else:
+        # Rounded before the weight, as the release does it.
+        xhat = (v * rstd[:, None]).to(y.dtype.element_ty).to(tl.float32)
+        out = xhat * weight.to(y.dtype.element_ty).to(tl.float32)[None, :]
+    tl.store(y + r[:, None] * D + c[None, :], out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(
+    x, gate, w, dy, dx, dgate, dw, rows, D, H, eps, x_row, gate_row, dy_row, blocks,
+    GATED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    c = tl.arange(0, BD)
+    weight = tl.load(w + c, mask=c < D, other=0.0)
+    weight = (weight if GATED else weight.to(x.dtype.element_ty)).to(tl.float32)
+    total = tl.zeros((BD,), tl.float32)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        r = (block * BR + tl.arange(0, BR)).to(tl.int64)
+        inside = (r < rows)[:, None] & (c < D)[None, :]
+        v = tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(dy + r[:, None] * dy_row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        rstd = normalise(v, D, eps)
+        xhat = v * rstd[:, None]
+        if GATED:
+            at = ((r // H) * gate_row + (r % H) * D)[:, None] + c[None, :]
+            sigma = tl.sigmoid(tl.load(gate + at, mask=inside, other=0.0).to(tl.float32))
+            slope = d * sigma * (1.0 - sigma) * xhat * weight[None, :]
+            tl.store(dgate + r[:, None] * D + c[None, :], slope.to(dgate.dtype.element_ty), mask=inside)
+            d = d * sigma
+        total += tl.sum(d * xhat, 0)
+        out = norm_gradient(d * weight[None, :], xhat, rstd, D)
+        tl.store(dx + r[:, None] * D + c[None, :], out.to(dx.dtype.element_ty), mask=inside)
+    tl.store(dw + tl.program_id(0) * D + c, total, mask=c < D)
+
+
+def tile(width: int, held: int = 4096) -> dict[str, int]:
+    """Rows and columns of a program that holds about `held` values of each tensor, and its warps."""
+    bd = max(16, triton.next_power_of_2(width))
+    return {"BR": max(1, held // bd), "BD": bd, "num_warps": 4 if bd <= 4096 else 8}
+
+
+def forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, heads: int = 1) -> Tensor:
+    """x [R,D]; gate [R/heads, heads·D] or None; weight [D] -> [R,D] in x's dtype. Last axes contiguous."""
+    rows, width = x.shape
+    y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    shape = tile(width)
+    forward_kernel[(triton.cdiv(rows, shape["BR"]),)](
+        x, x if gate is None else gate, weight, y, rows, width, heads, eps,
+        x.stride(0), 0 if gate is None else gate.stride(0), GATED=gate is not None, **shape,
+    )  # fmt: skip
+    return y
+
+
+def backward(
+    x: Tensor, gate: Tensor | None, weight: Tensor, dy: Tensor, eps: float, heads: int = 1
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(dx [R,D], dgate like gate or None, dweight [D] fp32)."""
+    rows, width = x.shape
+    shape = tile(width)
+    blocks = triton.cdiv(rows, shape["BR"])
+    dx = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
+    dw = torch.empty(max(1, min(blocks, _PARTIALS)), width, dtype=torch.float32, device=x.device)
+    backward_kernel[(dw.shape[0],)](
+        x, x if gate is None else gate, weight, dy, dx, dx if dgate is None else dgate, dw, rows, width, heads, eps,
+        x.stride(0), 0 if gate is None else gate.stride(0), dy.stride(0), blocks, GATED=gate is not None, **shape,
+    )  # fmt: skip
+    return dx, dgate, dw.sum(0)

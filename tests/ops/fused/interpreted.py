@@ -1,0 +1,193 @@
+"""The fused siblings in Triton's interpreter, fp32, against their equations in fp64: `interpreted.py NAME...`.
+
+Prints the worst relative error of each over values and every gradient.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from perilune.ops.attnres import mix, mix_reference
+from perilune.ops.conv import short_conv_reference, short_convs
+from perilune.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from perilune.ops.experts import Activation, experts, experts_reference, grouped_mlp, order_rows
+from perilune.ops.norm import (
+    gated_rms_norm,
+    gated_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+    sigmoid_gate,
+    sigmoid_gate_reference,
+)
+from perilune.ops.router import mixture, route, router_scores, select
+from perilune.ops.situ import packed_glu, situ_glu, situ_glu_reference, swiglu
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    got, want = got.detach().double(), want.detach()
+    return float((got - want).norm() / want.norm().clamp(min=1e-12))
+
+
+def worst(fast: Callable, slow: Callable, leaves: Sequence[Tensor], strided: bool = False) -> float:
+    """Both on the same fp64 leaves (fast in fp32), their outputs under the same cotangents.
+
+    `strided` gives the fast one every leaf as columns of a wider tensor, as projections hand them out.
+    """
+    found = []
+    for op, dtype in ((fast, torch.float32), (slow, torch.float64)):
+        given = [x.detach().to(dtype, copy=True).requires_grad_() for x in leaves]
+        wide = op is fast and strided
+        used = [torch.cat([x, x], -1)[..., : x.shape[-1]] if wide and x.dim() > 1 else x for x in given]
+        out = op(*used)
+        out = out if isinstance(out, tuple) else (out,)
+        sum((y * draw(*y.shape, seed=7).to(y.dtype)).sum() for y in out).backward()
+        found.append([*out, *(x.grad for x in given)])
+    return max(error(a, b) for a, b in zip(*found, strict=True))
+
+
+def situ() -> float:
+    cases = []
+    for cols in (24, 200):
+        pair = [draw(3, 5, cols) * 4, draw(3, 5, cols, seed=1) * 30]
+        joint = torch.cat(pair, -1)
+        for betas in ((4.0, 25.0), (0.5, None)):
+            cases.append(
+                worst(lambda g, u, b=betas: situ_glu(g, u, *b, impl="fused"),
+                      lambda g, u, b=betas: situ_glu_reference(g, u, *b), pair, strided=True)
+            )  # fmt: skip
+            cases.append(
+                worst(lambda x, b=betas: packed_glu(x, "situ", *b, impl="fused"),
+                      lambda x, b=betas: situ_glu_reference(*x.chunk(2, -1), *b), [joint])
+            )  # fmt: skip
+        cases.append(worst(lambda x: packed_glu(x, "swiglu", impl="fused"), lambda x: swiglu(*x.chunk(2, -1)), [joint]))
+    return max(cases)
+
+
+def norm() -> float:
+    eps = 1e-5
+    plain = max(
+        worst(lambda x, w: rms_norm(x, w, eps, impl="fused"), lambda x, w: rms_norm_reference(x, w, eps),
+              [draw(rows, width), draw(width, seed=1)], strided)
+        for rows, width, strided in ((70, 48, True), (3, 300, False), (9000, 16, False))
+    )  # fmt: skip
+    leaves = [draw(21, 2, 32), draw(21, 2, 32, seed=1), draw(32, seed=2)]
+    gated = worst(
+        lambda x, z, w: gated_rms_norm(x, z, w, eps, impl="fused"),
+        lambda x, z, w: gated_rms_norm_reference(x, z, w, eps),
+        leaves,
+        strided=False,
+    )
+    flat = [draw(21, 64, seed=5), draw(21, 64, seed=6)]
+    gate = worst(lambda x, z: sigmoid_gate(x, z, impl="fused"), sigmoid_gate_reference, flat, strided=True)
+    # The gate as a slice of a projection, seen as heads.
+    sliced = worst(
+        lambda x, z, w: gated_rms_norm(x, z.unflatten(-1, (2, 32)), w, eps, impl="fused"),
+        lambda x, z, w: gated_rms_norm_reference(x, z.unflatten(-1, (2, 32)), w, eps),
+        [draw(21, 2, 32), draw(21, 64, seed=1), draw(32, seed=2)],
+        strided=True,
+    )
+    return max(plain, gated, gate, sliced)
+
+
+def attnres() -> float:
+    found = []
+    for sources, width in ((2, 40), (5, 24), (2, 130), (1, 24)):
+        leaves = [draw(width, seed=9), draw(width, seed=8)]
+        leaves += [draw(37, width, seed=i) * (i + 1) for i in range(sources)]
+        for normed in (False, True):
+
+            def run(op: Callable, w: Tensor, n: Tensor, *v: Tensor, on: bool = normed, **options: str) -> Tensor:
+                y = op(v[:-1], v[-1], w, norm=n if on else None, **options)
+                return y + 0 * (w.sum() + n.sum())  # every leaf takes part
+
+            def fast(*leaves: Tensor) -> Tensor:
+                return run(mix, *leaves, impl="fused")
+
+            def slow(*leaves: Tensor) -> Tensor:
+                return run(mix_reference, *leaves)
+
+            found.append(worst(fast, slow, leaves))
+    return max(found)
+
+
+def conv() -> float:
+    found = []
+    for batch, lengths, parts, taps in ((2, None, 1, 4), (1, [5, 0, 1, 2, 0, 40], 3, 4), (1, [48], 3, 3)):
+        T = 48 if lengths else 37
+        leaves = [draw(batch, T, 24), draw(24, taps, seed=1)]
+        for activation in (True, False):
+            for tailed in (False, True):
+                tail = draw(batch if lengths is None else len(lengths), 24, taps - 1, seed=2) if tailed else None
+                options = {"lengths": lengths, "activation": activation}
+
+                def fast(x: Tensor, w: Tensor, p: int = parts, tail: Tensor | None = tail, o: dict = options):
+                    t = None if tail is None else tail.float()
+                    ys, new = short_convs(x, w, p, tail=t, impl="fused", **o)
+                    return torch.cat(ys, -1), new
+
+                def slow(x: Tensor, w: Tensor, tail: Tensor | None = tail, o: dict = options):
+                    return short_conv_reference(x, w, tail=tail, **o)
+
+                found.append(worst(fast, slow, leaves, strided=True))
+    return max(found)
+
+
+def moe() -> float:
+    E, L, inner, T = 5, 16, 24, 30
+    found = []
+    for k, act in ((3, Activation()), (1, Activation("situ", 1.0, None)), (2, Activation("swiglu"))):
+        idx = torch.stack([torch.randperm(E - 1, generator=torch.Generator().manual_seed(t))[:k] for t in range(T)])
+        leaves = [draw(T, L), draw(T, k).abs(), draw(E, 2 * inner, L), draw(E, L, inner)]
+        found.append(
+            worst(lambda z, p, a, b, i=idx, act=act: experts(z, i, p, a, b, act, impl="fused"),
+                  lambda z, p, a, b, i=idx, act=act: experts_reference(z, i, p, a, b, act), leaves)
+        )  # fmt: skip
+        order = order_rows(idx, E)
+        leaves = [draw(T * k, L), draw(T * k).abs(), draw(E, 2 * inner, L), draw(E, L, inner)]
+        found.append(
+            worst(lambda z, p, a, b, n=order.ends, act=act: grouped_mlp(z, n, p, a, b, act, impl="fused"),
+                  lambda z, p, a, b, n=order.ends, act=act: grouped_mlp(z, n, p, a, b, act, impl="eager"), leaves)
+        )  # fmt: skip
+    return max(found)
+
+
+def router() -> float:
+    found = []
+    bias = torch.linspace(-0.2, 0.2, 40, dtype=torch.float64)
+    for k, renormalize in ((6, True), (1, True), (3, False)):
+        chosen = []
+
+        def fast(x: Tensor, w: Tensor, k: int = k, renormalize: bool = renormalize, chosen: list = chosen):
+            made = route(x, w, bias.float(), top_k=k, renormalize=renormalize, scaling=2.5, impl="fused")
+            chosen.append(made.idx)
+            return made.weight, made.scores, made.threshold.detach()
+
+        def slow(x: Tensor, w: Tensor, k: int = k, renormalize: bool = renormalize, chosen: list = chosen):
+            scores = router_scores(x, w)
+            idx, threshold = select(scores, bias, k)
+            assert torch.equal(idx, chosen[0])
+            return mixture(scores, idx, renormalize, 2.5), scores, threshold
+
+        found.append(worst(fast, slow, [draw(50, 24), draw(40, 24, seed=1)]))
+    return max(found)
+
+
+def head() -> float:
+    targets = torch.randint(0, 90, (30,), generator=torch.Generator().manual_seed(0))
+    targets[[3, 17]] = -100
+    return worst(
+        lambda h, w: linear_cross_entropy(h, w, targets, impl="fused"),
+        lambda h, w: linear_cross_entropy_reference(h, w, targets),
+        [draw(30, 20) * 3, draw(90, 20, seed=1)],
+    )
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(name, f"{globals()[name]():.1e}")
