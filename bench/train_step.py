@@ -18,6 +18,7 @@ import torch
 from perilune.accounting import non_embedding_active
 from perilune.config import preset
 from perilune.data import Batch
+from perilune.model.linear import weights_cast_once
 from perilune.model.net import K3
 from perilune.ops.memory import keep_freed_memory
 from perilune.train.activations import activation_policy, apply_policy
@@ -60,11 +61,12 @@ def main() -> None:
     peak = measure_peak(device, dtype)
 
     def step() -> None:
-        for b in batches:
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                loss = batch_loss(model, b, dtype)
-                total = loss.next_token + 0.3 * loss.mtp
-            (total / (args.tokens * args.micro)).backward()
+        with weights_cast_once():
+            for b in batches:
+                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                    loss = batch_loss(model, b, dtype)
+                    total = loss.next_token + 0.3 * loss.mtp
+                (total / (args.tokens * args.micro)).backward()
         optimizer.step(1e-4)
         optimizer.zero_grad()
 

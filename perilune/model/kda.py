@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from perilune.config import ModelConfig
 from perilune.model.cache import Cache
 from perilune.model.layout import Layout
-from perilune.model.linear import Linear, Weight, project
+from perilune.model.linear import Group, Linear, Weight, project
 from perilune.model.taps import Taps
-from perilune.ops.conv import short_conv
+from perilune.ops.conv import short_convs
 from perilune.ops.kda import kda, kda_step
 from perilune.ops.norm import gated_rms_norm
 
@@ -48,8 +48,8 @@ class KDA(nn.Module):
         state, tail = cache.read_kda(self.layer, layout) if cache is not None else (None, None)
         qkv, z, beta, gate = self._inputs(x)
         weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
-        qkv, tail = short_conv(qkv.unsqueeze(0), weight, tail=tail, lengths=layout.lengths)
-        q, k, v = (y.reshape(1, tokens, c.kda_num_heads, c.kda_head_dim) for y in qkv.chunk(3, -1))
+        parts, tail = short_convs(qkv.unsqueeze(0), weight, 3, tail=tail, lengths=layout.lengths)
+        q, k, v = (y.reshape(1, tokens, c.kda_num_heads, c.kda_head_dim) for y in parts)
         z = z.reshape(1, tokens, c.kda_num_heads, -1)
         if taps is not None:
             taps.decay(self.layer, z, self.A_log, self.dt_bias, c.gate_lower_bound)
@@ -75,8 +75,9 @@ class KDA(nn.Module):
     def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(q|k|v [T, 3·width], z [T, decays], beta logits [T, H], output gate [T, width] or None)."""
         full = self.config.kda_output_gate and self.config.use_full_rank_gate
-        mixer = (self.q_proj, self.k_proj, self.v_proj)
-        qkv, f, beta, *gate = project(x, mixer, self.f_a_proj, self.b_proj, *([self.g_proj] if full else []))
+        wide: list[Group] = [(self.q_proj, self.k_proj, self.v_proj), *([self.g_proj] if full else [])]
+        # The narrow one comes last, so that the others' columns stay aligned.
+        qkv, *gate, f, beta = project(x, *wide, self.f_a_proj, self.b_proj)
         z = self.f_b_proj(f)
         if full:
             return qkv, z, beta, gate[0]

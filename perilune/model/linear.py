@@ -1,8 +1,17 @@
-"""Linear maps as the model needs them: bias-free, several from one input in one product."""
+"""Linear maps as the model needs them: bias-free, several from one input in one product, weights cast once a step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+_ALIGN = 64  # rows of a joined weight on a GPU: every column of the product then starts on a 16-byte border
+
+_casts: dict[tuple[Any, ...], Tensor] | None = None
 
 
 class Linear(nn.Linear):
@@ -11,18 +20,92 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, cast(self.weight))
 
-def project(x: Tensor, *layers: nn.Linear | tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
-    """Every layer applied to the same x [T, D]; of a tuple of layers, the results side by side in one tensor.
+
+Group = nn.Linear | tuple[nn.Linear, ...]
+
+
+def project(x: Tensor, *groups: Group) -> tuple[Tensor, ...]:
+    """Every group applied to the same x [T, D]: a layer, or a tuple of layers whose outputs lie side by side.
 
     In training as one product over the concatenated weights: the gradient of x is then one product too, instead of
     one per layer and their sums. Without gradients the weights stay where they are.
     """
-    groups = [layer if isinstance(layer, tuple) else (layer,) for layer in layers]
+    joint = [group if isinstance(group, tuple) else (group,) for group in groups]
     if not torch.is_grad_enabled():
-        return tuple(torch.cat([layer(x) for layer in g], -1) if len(g) > 1 else g[0](x) for g in groups)
-    weight = torch.cat([layer.weight for g in groups for layer in g])
-    return F.linear(x, weight).split([sum(layer.out_features for layer in g) for g in groups], dim=-1)
+        return tuple(_side_by_side([layer(x) for layer in group]) for group in joint)
+    weight = cast(*(layer.weight for group in joint for layer in group))
+    widths = [sum(layer.out_features for layer in group) for group in joint]
+    spare = weight.shape[0] - sum(widths)
+    parts = F.linear(x, weight).split([*widths, spare] if spare else widths, dim=-1)
+    return parts[: len(widths)]
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Within it a weight is cast to autocast's dtype once, whatever the number of micro-batches and recomputed blocks.
+
+    The weights must not change inside: a training step opens it around its passes and closes it before the update.
+    """
+    global _casts
+    outer, _casts = _casts, {}
+    try:
+        yield
+    finally:
+        _casts = outer
+
+
+def cast(*weights: Tensor) -> Tensor:
+    """One weight, or several [N_i, D] on top of each other, in autocast's dtype (their own without autocast).
+
+    Several get rows of zeros on a GPU up to a multiple of 64. Gradients arrive in each weight's own dtype.
+    """
+    first = weights[0]
+    kind = first.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else first.dtype
+    if dtype.itemsize > first.dtype.itemsize or first.dtype == torch.float64:
+        dtype = first.dtype
+    if len(weights) == 1 and dtype == first.dtype:
+        return first
+    joined: Tensor = _Cast.apply(dtype, *weights)
+    return joined
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.rows, ctx.dtypes = [len(w) for w in weights], [w.dtype for w in weights]
+        key = (dtype, *(id(w) for w in weights))
+        made = None if _casts is None else _casts.get(key)
+        if made is None:
+            made = _together(dtype, weights)
+            if _casts is not None:
+                _casts[key] = made
+        return made.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        parts = g.split([*ctx.rows, len(g) - sum(ctx.rows)])
+        return None, *(part.to(dtype) for part, dtype in zip(parts, ctx.dtypes))
+
+
+def _together(dtype: torch.dtype, weights: tuple[Tensor, ...]) -> Tensor:
+    if len(weights) == 1:
+        return weights[0].detach().to(dtype)
+    rows = [len(w) for w in weights]
+    spare = -sum(rows) % _ALIGN if weights[0].device.type == "cuda" else 0
+    joined = weights[0].new_empty(sum(rows) + spare, weights[0].shape[1], dtype=dtype)
+    parts = joined.split([*rows, spare])
+    torch._foreach_copy_(list(parts[:-1]), [w.detach() for w in weights])
+    parts[-1].zero_()
+    return joined
 
 
 class Weight(nn.Module):

@@ -17,6 +17,7 @@ from perilune.model.layout import Layout
 from perilune.model.linear import Linear, project
 from perilune.model.norm import RMSNorm
 from perilune.model.taps import Taps
+from perilune.ops.norm import sigmoid_gate
 
 # Absorbed scores cost R instead of d_qk a key but skip the expansion of the whole past: right for few queries.
 _ABSORB_UP_TO = 16
@@ -98,7 +99,4 @@ class MLA(nn.Module):
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """The gate multiplies in fp32 (the report keeps the attention output in fp32), one cast before W_o."""
         o = o.flatten(1)
-        if gate is not None:
-            wide = torch.promote_types(o.dtype, torch.float32)
-            o = (o.to(wide) * torch.sigmoid(gate.to(wide))).to(gate.dtype)
-        return self.o_proj(o)
+        return self.o_proj(o if gate is None else sigmoid_gate(o, gate))

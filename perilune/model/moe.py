@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from perilune.config import ModelConfig
-from perilune.model.linear import Linear, project
+from perilune.model.linear import Linear, cast, project
 from perilune.model.norm import RMSNorm
 from perilune.ops.experts import Activation, experts
 from perilune.ops.router import Routing, route
-from perilune.ops.situ import situ_glu, swiglu
+from perilune.ops.situ import packed_glu
 
 
 def activation(config: ModelConfig) -> Activation:
@@ -33,10 +33,8 @@ class MLP(nn.Module):
         self.act = activation(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = project(x, self.gate_proj, self.up_proj)
-        if self.act.name == "swiglu":
-            return self.down_proj(swiglu(gate, up))
-        return self.down_proj(situ_glu(gate, up, self.act.beta, self.act.linear_beta))
+        (gate_up,) = project(x, (self.gate_proj, self.up_proj))
+        return self.down_proj(packed_glu(gate_up, *self.act))
 
 
 class Router(nn.Module):
@@ -78,7 +76,7 @@ class Experts(nn.Module):
 
     def forward(self, z: Tensor, routing: Routing) -> Tensor:
         """Σ_i p_i E_i(z): z [T, width] -> [T, width]."""
-        w13, w2 = self.w13.to(z.dtype), self.w2.to(z.dtype)  # under autocast the rows are bf16, the masters fp32
+        w13, w2 = cast(self.w13).to(z.dtype), cast(self.w2).to(z.dtype)  # under autocast the masters are fp32
         return experts(z, routing.idx, routing.weight, w13, w2, self.act)
 
 

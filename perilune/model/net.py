@@ -57,18 +57,21 @@ class Layer(nn.Module):
         self, stream: Stream, layout: Layout, cache: Cache | None = None, taps: Taps | None = None
     ) -> tuple[Stream, Routing | None]:
         eps = self.config.rms_norm_eps
-        h = stream.running
         if self.attn_res:
-            h = read(stream, self.self_attention_res_norm, self.self_attention_res_proj, eps, taps)
+            query = self.self_attention_res_norm, self.self_attention_res_proj
+            x = read(stream, *query, eps, taps, then=self.input_layernorm)
             stream = stream.close(eps) if self._starts_block() else stream
-        assert h is not None
-        stream = stream.add(self.self_attn(self.input_layernorm(h), layout, cache, taps))
-        h = stream.running
+        else:
+            assert stream.running is not None
+            x = self.input_layernorm(stream.running)
+        stream = stream.add(self.self_attn(x, layout, cache, taps))
         if self.attn_res:
-            h = read(stream, self.mlp_res_norm, self.mlp_res_proj, eps, taps)
+            x = read(stream, self.mlp_res_norm, self.mlp_res_proj, eps, taps, then=self.post_attention_layernorm)
             stream = stream.close(eps) if self.config.attn_res_full else stream
-        assert h is not None
-        y, route = self._feed_forward(self.post_attention_layernorm(h))
+        else:
+            assert stream.running is not None
+            x = self.post_attention_layernorm(stream.running)
+        y, route = self._feed_forward(x)
         if route is not None and taps is not None and "routes" in taps.kinds:
             taps.routes[self.layer] = (route.idx, route.weight)
         return stream.add(y), route

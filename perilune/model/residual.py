@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from perilune.model.linear import Linear, Weight
+from perilune.model.norm import RMSNorm
 from perilune.model.taps import Taps
-from perilune.ops.attnres import mix, probabilities, rms_scale
+from perilune.ops.attnres import block_scale, mix, probabilities
 
 
 @dataclass(frozen=True)
 class Stream:
-    """finished: block sums that no longer change, with their scales rsqrt(mean v²); running: the open block's sum,
+    """finished: block sums that no longer change, with their `block_scale`s; running: the open block's sum,
     None right after a border."""
 
     finished: tuple[Tensor, ...]
@@ -33,13 +34,17 @@ class Stream:
     def close(self, eps: float) -> "Stream":
         """The running sum becomes a finished source; the next addition starts a new block."""
         assert self.running is not None
-        return Stream((*self.finished, self.running), (*self.scales, rms_scale(self.running, eps)), None)
+        return Stream((*self.finished, self.running), (*self.scales, block_scale(self.running, eps)), None)
 
 
-def read(stream: Stream, norm: Weight, proj: Linear, eps: float, taps: Taps | None = None) -> Tensor:
-    """h [T, hidden]: the mixture of finished blocks and running sum under one query (γ folded into w)."""
+def read(
+    stream: Stream, norm: Weight, proj: Linear, eps: float, taps: Taps | None = None, then: RMSNorm | None = None
+) -> Tensor:
+    """h [T, hidden]: the mixture of finished blocks and running sum under one query (γ folded into w), normed by
+    `then` if given."""
     assert stream.running is not None
     query = norm.weight * proj.weight[0]
     if taps is not None and "attn_res" in taps.kinds and stream.finished:
         taps.attn_res.append(probabilities(stream.finished, stream.running, query, eps=eps).mean(1))
-    return mix(stream.finished, stream.running, query, scales=stream.scales, eps=eps)
+    gain, after = (None, eps) if then is None else (then.weight, then.eps)
+    return mix(stream.finished, stream.running, query, scales=stream.scales, eps=eps, norm=gain, norm_eps=after)

@@ -4,8 +4,8 @@
     out     = Σ_i softmax_i(score) v_i                          raw values, no 1/√d, no bias
 
 Sources are the finished blocks and the running sum (`partial`), which always comes last. All in fp32 (fp64 for fp64
-inputs), cast once. With no finished block the result is the partial sum itself. What follows a read in K3 is an RMSNorm;
-with `norm` it is part of the read. On an NVIDIA GPU each direction is one kernel (`attnres_triton`).
+inputs), cast once. With no finished block the result is the partial sum itself. What follows a read in K3 is an
+RMSNorm; with `norm` it is part of the read. On an NVIDIA GPU each direction is one kernel (`attnres_triton`).
 Shapes: T tokens (any leading axes), D width, N finished blocks.
 """
 

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Block Attention Residuals and the norm that follows, every source read once: `ops.attnres` holds the equations.
 
 Forward keeps, a token, the score of each source and the log of their summed exponentials; the mixture is made again.
@@ -15,14 +16,14 @@ from torch import Tensor
 from perilune.ops.norm_triton import norm_gradient, normalise, tile
 
 _PARTIALS = 792  # programs of a backward: six a processor of an H200
-_HELD = 2048  # values of a tile: the mixture, a source and its gradient live at once
+FORWARD, BACKWARD = 16, 8  # values a thread holds of a tile: mixture, source and gradient live at once
 
 
 @triton.jit
 def mix_kernel(
     sources, w, norm, y, scores, lse, rows, D, eps, norm_eps,
     NORM: tl.constexpr, KEEP: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     c = tl.arange(0, BD)
     row = r < rows
@@ -57,7 +58,7 @@ def mix_kernel(
 def mix_backward_kernel(
     sources, grads, w, norm, dy, scores, lse, dw, dnorm, rows, D, eps, norm_eps, blocks,
     NORM: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     c = tl.arange(0, BD)
     query = tl.load(w + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
     if NORM:
@@ -108,7 +109,7 @@ def mix(
     y = torch.empty_like(sources[-1])
     scores = y.new_empty(len(sources), rows, dtype=torch.float32) if keep else None
     lse = y.new_empty(rows, dtype=torch.float32) if keep else None
-    shape = tile(width, _HELD)
+    shape = tile(width, FORWARD)
     mix_kernel[(triton.cdiv(rows, shape["BR"]),)](
         tuple(sources), w, w if norm is None else norm, y, y if scores is None else scores, y if lse is None else lse,
         rows, width, eps, norm_eps, NORM=norm is not None, KEEP=keep, **shape,
@@ -122,7 +123,7 @@ def mix_backward(
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:  # fmt: skip
     """(gradient of each source, of w [D] fp32, of norm [D] fp32 or None)."""
     rows, width = dy.shape
-    shape = tile(width, _HELD)
+    shape = tile(width, BACKWARD)
     blocks = triton.cdiv(rows, shape["BR"])
     grads = [torch.empty_like(v) for v in sources]
     dw = dy.new_empty(max(1, min(blocks, _PARTIALS)), width, dtype=torch.float32)

@@ -44,7 +44,7 @@ def short_convs(
         lengths: tokens of each packed sequence (B = 1), empty ones included; None means B sequences of T.
         activation: False leaves SiLU out.
     Returns:
-        `parts` tensors [B,T,C/parts] in x's dtype, and the new tail [N,C,W−1] in the tail's dtype (x's when none was given).
+        `parts` tensors [B,T,C/parts] in x's dtype, and the new tail [N,C,W−1] in the tail's dtype (x's without one).
     Raises:
         ValueError: one sentence that names the argument.
     """

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The short convolution with SiLU over packed sequences, one kernel each way: `ops.conv` holds the equation.
 
 `position` [T] int32 counts a token's predecessors within its sequence, `sequence` [T] int32 names it: a tap that
@@ -10,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BT, _BC = 32, 64
+_BT, _BC = 16, 64
 _WALKERS = 64  # programs along the tokens of a backward; each leaves one partial weight gradient
 
 
 @triton.jit
-def tap(x, tail, t, c, position, sequence, inside, x_row, C, back: tl.constexpr, W: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+def tap(x, tail, t, c, position, sequence, inside, x_row, C, back: tl.constexpr, W: tl.constexpr, TAIL: tl.constexpr):
     """x at `back` tokens before t [BT, BC] fp32; from the tail [N,C,W−1], or zero, before the sequence's start."""
     here = (position >= back)[:, None] & inside
     v = tl.load(x + (t - back)[:, None] * x_row + c[None, :], mask=here, other=0.0).to(tl.float32)
@@ -30,7 +31,7 @@ def tap(x, tail, t, c, position, sequence, inside, x_row, C, back: tl.constexpr,
 def forward_kernel(
     x, w, tail, y0, y1, y2, position, sequence, T, C, part, x_row, y_row,
     W: tl.constexpr, TAIL: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = (t < T)[:, None] & (c < C)[None, :]
@@ -51,7 +52,7 @@ def forward_kernel(
 def backward_kernel(
     x, w, tail, d0, d1, d2, dx, dw, position, sequence, T, C, part, x_row, d_row, blocks,
     W: tl.constexpr, WP: tl.constexpr, TAIL: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     which = tl.program_id(1) * BC // part
     dy = tl.where(which == 0, d0, tl.where(which == 1, d1, d2))

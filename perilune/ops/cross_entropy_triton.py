@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Softmax cross-entropy of a chunk of logits and its gradient, in place: `ops.cross_entropy` holds the equation."""
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 
 @triton.jit
-def kernel(logits, targets, nll, V, IGNORE: tl.constexpr, DIFFERENTIATE: tl.constexpr, BV: tl.constexpr):  # type: ignore[no-untyped-def]
+def kernel(logits, targets, nll, V, IGNORE: tl.constexpr, DIFFERENTIATE: tl.constexpr, BV: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     here = logits + row * V
     y = tl.load(targets + row)
@@ -42,7 +43,5 @@ def softmax_gradient(logits: Tensor, targets: Tensor, ignore: int, differentiate
     rows, vocabulary = logits.shape
     nll = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(4096, max(16, triton.next_power_of_2(vocabulary)))
-    kernel[(rows,)](
-        logits, targets, nll, vocabulary, IGNORE=ignore, DIFFERENTIATE=differentiate, BV=block, num_warps=8
-    )
+    kernel[(rows,)](logits, targets, nll, vocabulary, IGNORE=ignore, DIFFERENTIATE=differentiate, BV=block, num_warps=8)
     return nll

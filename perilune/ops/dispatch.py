@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: settled by device and dtype alone, said once in the log, never changed in silence.
+"""Which implementation of an op runs: settled by device and dtype alone, said once, never changed in silence.
 
 Every op with kernels takes `impl`: "auto" (kernels on an NVIDIA GPU, torch elsewhere), "fused" (kernels, or an error)
 or "eager" (torch). The equation itself is the op's `*_reference`.

@@ -264,9 +264,7 @@ class _Fused(torch.autograd.Function):
         k = weight.shape[1]
         dy = kernels("experts_triton").gather(rows_of(dout.to(rows.dtype)), source, k)
         flat = weight.reshape(-1)
-        drows, dweight, dgate_up, ddown = _fused_backward(
-            dy, rows, ends, flat, source, gate_up, down, h, ctx.act
-        )
+        drows, dweight, dgate_up, ddown = _fused_backward(dy, rows, ends, flat, source, gate_up, down, h, ctx.act)
         dz = kernels("experts_triton").combine(drows, place, k)
         return dz, None, dweight.view(weight.shape), dgate_up, ddown, None
 

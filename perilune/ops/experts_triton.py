@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """What surrounds the grouped products of routed experts: `ops.experts` holds the equations.
 
 Gathering tokens into rows sorted by expert, the weighted activation and its gradients (the routing weight's among them,
@@ -14,7 +15,7 @@ from perilune.ops.situ_triton import glu, glu_gradients
 
 
 @triton.jit
-def gather_kernel(z, source, rows, R, L, k, z_row, BR: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]
+def gather_kernel(z, source, rows, R, L, k, z_row, BR: tl.constexpr, BC: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = (r < R)[:, None] & (c < L)[None, :]
@@ -24,7 +25,7 @@ def gather_kernel(z, source, rows, R, L, k, z_row, BR: tl.constexpr, BC: tl.cons
 
 
 @triton.jit
-def combine_kernel(y, place, out, T, L, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]
+def combine_kernel(y, place, out, T, L, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = (t < T)[:, None] & (c < L)[None, :]
@@ -37,42 +38,42 @@ def combine_kernel(y, place, out, T, L, K: tl.constexpr, BT: tl.constexpr, BC: t
 
 @triton.jit
 def activate_kernel(
-    h, weight, source, a, R, I, beta, linear_beta,
+    h, weight, source, a, R, N, beta, linear_beta,
     KIND: tl.constexpr, SORTED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = (r < R)[:, None] & (c < I)[None, :]
+    inside = (r < R)[:, None] & (c < N)[None, :]
     at = r if SORTED else tl.load(source + r, mask=r < R, other=0)
     p = tl.load(weight + at, mask=r < R, other=0.0).to(tl.float32)[:, None]
-    gate = h + r[:, None] * (2 * I) + c[None, :]
+    gate = h + r[:, None] * (2 * N) + c[None, :]
     g = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(gate + I, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(gate + N, mask=inside, other=0.0).to(tl.float32)
     y = glu(g, u, beta, linear_beta, KIND) * p
-    tl.store(a + r[:, None] * I + c[None, :], y.to(a.dtype.element_ty), mask=inside)
+    tl.store(a + r[:, None] * N + c[None, :], y.to(a.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def activate_backward_kernel(
-    h, da, weight, source, dh, a, dweight, R, I, beta, linear_beta,
+    h, da, weight, source, dh, a, dweight, R, N, beta, linear_beta,
     KIND: tl.constexpr, SORTED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     at = r if SORTED else tl.load(source + r, mask=r < R, other=0)
     p = tl.load(weight + at, mask=r < R, other=0.0).to(tl.float32)[:, None]
     dp = tl.zeros((BR,), tl.float32)
-    for first in range(0, I, BC):
+    for first in range(0, N, BC):
         c = first + tl.arange(0, BC)
-        inside = (r < R)[:, None] & (c < I)[None, :]
-        gate = r[:, None] * (2 * I) + c[None, :]
+        inside = (r < R)[:, None] & (c < N)[None, :]
+        gate = r[:, None] * (2 * N) + c[None, :]
         g = tl.load(h + gate, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(h + gate + I, mask=inside, other=0.0).to(tl.float32)
-        d = tl.load(da + r[:, None] * I + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(h + gate + N, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(da + r[:, None] * N + c[None, :], mask=inside, other=0.0).to(tl.float32)
         y, dg, du = glu_gradients(g, u, d * p, beta, linear_beta, KIND)
         dp += tl.sum(y * d, 1)
         tl.store(dh + gate, dg.to(dh.dtype.element_ty), mask=inside)
-        tl.store(dh + gate + I, du.to(dh.dtype.element_ty), mask=inside)
-        tl.store(a + r[:, None] * I + c[None, :], (y * p).to(a.dtype.element_ty), mask=inside)
+        tl.store(dh + gate + N, du.to(dh.dtype.element_ty), mask=inside)
+        tl.store(a + r[:, None] * N + c[None, :], (y * p).to(a.dtype.element_ty), mask=inside)
     tl.store(dweight + at, dp, mask=r < R)
 
 

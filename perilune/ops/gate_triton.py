@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """MLA's output gate, y = x · σ(gate), in one pass over memory each way: `ops.norm` holds the equation."""
 
 import torch
@@ -9,7 +10,7 @@ _BR, _BC = 16, 128
 
 
 @triton.jit
-def forward_kernel(x, gate, y, rows, cols, x_row, gate_row, BR: tl.constexpr, BC: tl.constexpr):  # type: ignore[no-untyped-def]
+def forward_kernel(x, gate, y, rows, cols, x_row, gate_row, BR: tl.constexpr, BC: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     inside = (r < rows) & (c < cols)
@@ -19,9 +20,7 @@ def forward_kernel(x, gate, y, rows, cols, x_row, gate_row, BR: tl.constexpr, BC
 
 
 @triton.jit
-def backward_kernel(
-    x, gate, dy, dx, dgate, rows, cols, x_row, gate_row, dy_row, BR: tl.constexpr, BC: tl.constexpr
-):  # type: ignore[no-untyped-def]
+def backward_kernel(x, gate, dy, dx, dgate, rows, cols, x_row, gate_row, dy_row, BR: tl.constexpr, BC: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     inside = (r < rows) & (c < cols)

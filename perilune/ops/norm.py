@@ -38,9 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> Te
     return y * weight.to(x.dtype)
 
 
-def gated_rms_norm(
-    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, *, impl: str = "auto"
-) -> Tensor:
+def gated_rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, *, impl: str = "auto") -> Tensor:
     """KDA's output norm and sigmoid gate. x, gate [..., H,D], weight [D] fp32; returns x's dtype."""
     if gate is not None and fused("gated_rms_norm", impl, x):
         return _FusedNorm.apply(x, gate, weight, eps)

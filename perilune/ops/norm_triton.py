@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """RMSNorm and the gated output norm, one kernel each way: `ops.norm` holds the equations.
 
 A program takes whole rows: BR of them, BD (a power of two, at least D) wide. The backward's programs walk many row
@@ -9,17 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+FORWARD, BACKWARD = 32, 16  # values a thread holds: registers against loads in flight
 _PARTIALS = 1056  # programs of a backward: eight a processor of an H200
 
 
 @triton.jit
-def normalise(v, D, eps):  # type: ignore[no-untyped-def]
+def normalise(v, D, eps):
     """rsqrt(mean v² + eps) of each row of a tile whose columns past D are zero."""
     return tl.rsqrt(tl.sum(v * v, 1) / D + eps)
 
 
 @triton.jit
-def norm_gradient(g, xhat, rstd, D):  # type: ignore[no-untyped-def]
+def norm_gradient(g, xhat, rstd, D):
     """d/dx of x·rstd under the cotangent g of x·rstd."""
     dot = tl.sum(g * xhat, 1) / D
     return (g - xhat * dot[:, None]) * rstd[:, None]
@@ -28,7 +30,7 @@ def norm_gradient(g, xhat, rstd, D):  # type: ignore[no-untyped-def]
 @triton.jit
 def forward_kernel(
     x, gate, w, y, rows, D, H, eps, x_row, gate_row, GATED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     c = tl.arange(0, BD)
     inside = (r < rows)[:, None] & (c < D)[None, :]
@@ -51,7 +53,7 @@ def forward_kernel(
 def backward_kernel(
     x, gate, w, dy, dx, dgate, dw, rows, D, H, eps, x_row, gate_row, dy_row, blocks,
     GATED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     c = tl.arange(0, BD)
     weight = tl.load(w + c, mask=c < D, other=0.0)
     weight = (weight if GATED else weight.to(x.dtype.element_ty)).to(tl.float32)
@@ -75,17 +77,18 @@ def backward_kernel(
     tl.store(dw + tl.program_id(0) * D + c, total, mask=c < D)
 
 
-def tile(width: int, held: int = 4096) -> dict[str, int]:
-    """Rows and columns of a program that holds about `held` values of each tensor, and its warps."""
+def tile(width: int, held: int) -> dict[str, int]:
+    """Rows and columns of a program whose threads hold about `held` values of each tensor, and its warps."""
     bd = max(16, triton.next_power_of_2(width))
-    return {"BR": max(1, held // bd), "BD": bd, "num_warps": 4 if bd <= 4096 else 8}
+    warps = min(16, max(4, bd // (32 * held)))
+    return {"BR": max(1, 32 * warps * held // bd), "BD": bd, "num_warps": warps}
 
 
 def forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, heads: int = 1) -> Tensor:
     """x [R,D]; gate [R/heads, heads·D] or None; weight [D] -> [R,D] in x's dtype. Last axes contiguous."""
     rows, width = x.shape
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    shape = tile(width)
+    shape = tile(width, FORWARD)
     forward_kernel[(triton.cdiv(rows, shape["BR"]),)](
         x, x if gate is None else gate, weight, y, rows, width, heads, eps,
         x.stride(0), 0 if gate is None else gate.stride(0), GATED=gate is not None, **shape,
@@ -98,7 +101,7 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(dx [R,D], dgate like gate or None, dweight [D] fp32)."""
     rows, width = x.shape
-    shape = tile(width)
+    shape = tile(width, BACKWARD)
     blocks = triton.cdiv(rows, shape["BR"])
     dx = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Routing in one kernel each way: `ops.router` holds the equations.
 
 Forward: sigmoid scores, the k+1 best biased ones (the lowest index first among equals), the mixture's weights.
@@ -15,7 +16,7 @@ from torch import Tensor
 def select_kernel(
     logits, bias, scores, idx, weight, threshold, T, E, scaling,
     PARTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORM: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
     inside = (t < T)[:, None] & (e < E)[None, :]
@@ -46,7 +47,7 @@ def select_kernel(
 def select_backward_kernel(
     dweight, dscores, weight, scores, idx, dlogits, T, E, scaling,
     K: tl.constexpr, RENORM: tl.constexpr, SCORED: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
     inside = (t < T)[:, None] & (e < E)[None, :]

@@ -170,7 +170,9 @@ class _FusedPacked(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (gate_up,) = ctx.saved_tensors
         d = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-        kernels("situ_triton").backward(*rows_of(gate_up).chunk(2, -1), rows_of(dout), *rows_of(d).chunk(2, -1), *ctx.rules)
+        kernels("situ_triton").backward(
+            *rows_of(gate_up).chunk(2, -1), rows_of(dout), *rows_of(d).chunk(2, -1), *ctx.rules
+        )
         return d, None, None, None
 
 

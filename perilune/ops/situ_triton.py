@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """SiTU-GLU and SwiGLU in one pass over memory each way: `ops.situ` holds the equations.
 
 Kinds: 0 SwiGLU, 1 SiTU-GLU with both caps, 2 SiTU-GLU with an uncapped up. fp32 inside, one rounding on the way out.
@@ -12,7 +13,7 @@ SWIGLU, CAPPED, UNCAPPED = 0, 1, 2
 
 
 @triton.jit
-def tanh(x):  # type: ignore[no-untyped-def]
+def tanh(x):
     """To 1e-6 relative, small values included: a quotient of exponentials, and its series below 1/4."""
     t = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - t) / (1.0 + t)
@@ -22,7 +23,7 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def glu(g, u, beta, linear_beta, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def glu(g, u, beta, linear_beta, KIND: tl.constexpr):
     sigma = tl.sigmoid(g)
     if KIND == 0:
         return g * sigma * u
@@ -33,7 +34,7 @@ def glu(g, u, beta, linear_beta, KIND: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def glu_gradients(g, u, d, beta, linear_beta, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def glu_gradients(g, u, d, beta, linear_beta, KIND: tl.constexpr):
     """(value, d gate, d up) under the cotangent d."""
     sigma = tl.sigmoid(g)
     if KIND == 0:
@@ -53,7 +54,7 @@ def glu_gradients(g, u, d, beta, linear_beta, KIND: tl.constexpr):  # type: igno
 def forward_kernel(
     gate, up, out, rows, cols, gate_row, up_row, out_row, beta, linear_beta,
     KIND: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     inside = (r < rows) & (c < cols)
@@ -67,7 +68,7 @@ def forward_kernel(
 def backward_kernel(
     gate, up, dout, dgate, dup, rows, cols, gate_row, up_row, dout_row, dgate_row, dup_row, beta, linear_beta,
     KIND: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     inside = (r < rows) & (c < cols)

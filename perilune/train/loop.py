@@ -20,6 +20,7 @@ import torch
 from perilune.accounting import account, non_embedding_active
 from perilune.config import ModelConfig
 from perilune.data import Batches, Prepared
+from perilune.model.linear import weights_cast_once
 from perilune.model.net import K3
 from perilune.model.taps import Taps
 from perilune.model.weights import load, named_tensors, save_tensors
@@ -114,18 +115,19 @@ class Trainer:
         batches = [self.batches.at(self.position + i * rows) for i in range(o.accumulate)]
         targets = sum(int((b.targets >= 0).sum()) for b in batches)
         seconds_ahead = max(1, sum(map(second_target_count, batches))) if self.model.mtp else 1
-        nats, max_logits = 0.0, dict[int, torch.Tensor]()
+        nats, max_logits = torch.zeros((), device=self.device), dict[int, torch.Tensor]()
         look = self.step % o.logit_every == 0
-        for batch in batches:
-            taps = Taps.of({"max_logit"} if look else ())
-            with self._autocast():
-                loss = batch_loss(self.model, batch, self.dtype, taps)
-                total = loss.next_token / max(1, targets) + o.mtp_weight * loss.mtp / seconds_ahead
-            total.backward()
-            nats += float(loss.next_token.detach())
-            self._observe(loss.routes)
-            for layer, top in taps.max_logits.items():
-                max_logits[layer] = torch.maximum(max_logits[layer], top) if layer in max_logits else top
+        with weights_cast_once():
+            for batch in batches:
+                taps = Taps.of({"max_logit"} if look else ())
+                with self._autocast():
+                    loss = batch_loss(self.model, batch, self.dtype, taps)
+                    total = loss.next_token / max(1, targets) + o.mtp_weight * loss.mtp / seconds_ahead
+                total.backward()
+                nats += loss.next_token.detach()  # on the device: the host runs ahead
+                self._observe(loss.routes)
+                for layer, top in taps.max_logits.items():
+                    max_logits[layer] = torch.maximum(max_logits[layer], top) if layer in max_logits else top
         lr = self.schedule(self.step)
         report = self.optimizer.step(lr, o.grad_clip)
         self.optimizer.zero_grad()
@@ -135,7 +137,7 @@ class Trainer:
         self.step += 1
         self.position += o.accumulate * rows
         seconds = time.perf_counter() - began
-        mean = nats / max(1, targets)
+        mean = float(nats) / max(1, targets)
         return StepMetrics(
             step=self.step - 1,
             tokens=self.step * o.batch_tokens,

@@ -1,6 +1,6 @@
-"""The fused siblings in Triton's interpreter, fp32, against their equations in fp64: `interpreted.py NAME...`.
+"""The fused siblings against their equations in fp64: `cases.py NAME...` in Triton's interpreter, fp32, or on a GPU.
 
-Prints the worst relative error of each over values and every gradient.
+Each returns the worst relative error over values and every gradient.
 """
 
 import sys
@@ -24,6 +24,17 @@ from perilune.ops.norm import (
 from perilune.ops.router import mixture, route, router_scores, select
 from perilune.ops.situ import packed_glu, situ_glu, situ_glu_reference, swiglu
 
+DEVICE, LOW = "cpu", torch.float32  # where and in what the kernels run; `on_gpu` changes both
+
+
+def on_gpu(dtype: torch.dtype) -> None:
+    global DEVICE, LOW
+    DEVICE, LOW = "cuda", dtype
+
+
+def low(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(DEVICE, LOW)
+
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
@@ -35,18 +46,18 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def worst(fast: Callable, slow: Callable, leaves: Sequence[Tensor], strided: bool = False) -> float:
-    """Both on the same fp64 leaves (fast in fp32), their outputs under the same cotangents.
+    """Both on the same leaves (rounded to LOW, which fast computes in), their outputs under the same cotangents.
 
     `strided` gives the fast one every leaf as columns of a wider tensor, as projections hand them out.
     """
     found = []
-    for op, dtype in ((fast, torch.float32), (slow, torch.float64)):
-        given = [x.detach().to(dtype, copy=True).requires_grad_() for x in leaves]
+    for op, dtype in ((fast, LOW), (slow, torch.float64)):
+        given = [x.detach().to(LOW).to(DEVICE, dtype, copy=True).requires_grad_() for x in leaves]
         wide = op is fast and strided
         used = [torch.cat([x, x], -1)[..., : x.shape[-1]] if wide and x.dim() > 1 else x for x in given]
         out = op(*used)
         out = out if isinstance(out, tuple) else (out,)
-        sum((y * draw(*y.shape, seed=7).to(y.dtype)).sum() for y in out).backward()
+        sum((y * draw(*y.shape, seed=7).to(LOW).to(DEVICE, y.dtype)).sum() for y in out).backward()
         found.append([*out, *(x.grad for x in given)])
     return max(error(a, b) for a, b in zip(*found, strict=True))
 
@@ -127,12 +138,11 @@ def conv() -> float:
                 options = {"lengths": lengths, "activation": activation}
 
                 def fast(x: Tensor, w: Tensor, p: int = parts, tail: Tensor | None = tail, o: dict = options):
-                    t = None if tail is None else tail.float()
-                    ys, new = short_convs(x, w, p, tail=t, impl="fused", **o)
+                    ys, new = short_convs(x, w, p, tail=low(tail), impl="fused", **o)
                     return torch.cat(ys, -1), new
 
                 def slow(x: Tensor, w: Tensor, tail: Tensor | None = tail, o: dict = options):
-                    return short_conv_reference(x, w, tail=tail, **o)
+                    return short_conv_reference(x, w, tail=None if tail is None else low(tail).double(), **o)
 
                 found.append(worst(fast, slow, leaves, strided=True))
     return max(found)
@@ -142,7 +152,9 @@ def moe() -> float:
     E, L, inner, T = 5, 16, 24, 30
     found = []
     for k, act in ((3, Activation()), (1, Activation("situ", 1.0, None)), (2, Activation("swiglu"))):
-        idx = torch.stack([torch.randperm(E - 1, generator=torch.Generator().manual_seed(t))[:k] for t in range(T)])
+        idx = torch.stack([torch.randperm(E - 1, generator=torch.Generator().manual_seed(t))[:k] for t in range(T)]).to(
+            DEVICE
+        )
         leaves = [draw(T, L), draw(T, k).abs(), draw(E, 2 * inner, L), draw(E, L, inner)]
         found.append(
             worst(lambda z, p, a, b, i=idx, act=act: experts(z, i, p, a, b, act, impl="fused"),
@@ -159,7 +171,7 @@ def moe() -> float:
 
 def router() -> float:
     found = []
-    bias = torch.linspace(-0.2, 0.2, 40, dtype=torch.float64)
+    bias = torch.linspace(-0.2, 0.2, 40, dtype=torch.float64, device=DEVICE)
     for k, renormalize in ((6, True), (1, True), (3, False)):
         chosen = []
 
@@ -181,6 +193,7 @@ def router() -> float:
 def head() -> float:
     targets = torch.randint(0, 90, (30,), generator=torch.Generator().manual_seed(0))
     targets[[3, 17]] = -100
+    targets = targets.to(DEVICE)
     return worst(
         lambda h, w: linear_cross_entropy(h, w, targets, impl="fused"),
         lambda h, w: linear_cross_entropy_reference(h, w, targets),

@@ -1,0 +1,137 @@
+"""Compile every configuration of the fused siblings for sm_90a without a GPU: `compile_kernels.py [NAME...]`.
+
+Prints registers, stack (spills) and shared memory of each; fails where a program spills much or does not fit.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as triton_compile
+
+from perilune.ops import (
+    attnres_triton,
+    conv_triton,
+    cross_entropy_triton,
+    experts_triton,
+    gate_triton,
+    norm_triton,
+    router_triton,
+    situ_triton,
+)
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SHARED = 227 * 1024
+FLOATS = dict.fromkeys(["beta", "linear_beta", "eps", "norm_eps", "scaling"], "fp32")
+FP32 = ["dw", "dnorm", "scores", "lse", "logits", "bias", "weight", "threshold", "dweight", "dscores", "nll", "w"]
+INTS = {"position": "*i32", "sequence": "*i32", "idx": "*i64", "source": "*i64", "place": "*i64", "targets": "*i64"}
+BF16 = [
+    "gate", "up", "out", "dout", "dgate", "dup", "x", "y", "dy", "dx", "norm", "tail", "y0", "y1", "y2",
+    "d0", "d1", "d2", "z", "rows", "h", "a", "da", "dh", "dlogits",
+]  # fmt: skip
+POINTERS = dict.fromkeys(BF16, "*bf16") | dict.fromkeys(FP32, "*fp32") | INTS | FLOATS
+ODD = {"rows", "T", "R", "k", "H", "blocks", "eps"}  # counts of rows divide by nothing
+
+
+def build(name: str, kernel, constants: dict, warps: int = 4, **types: object) -> None:
+    names = kernel.arg_names
+    known = POINTERS | types
+    signature = {n: "constexpr" if n in constants else known.get(n, "i32") for n in names}
+    attributes = {}
+    for i, n in enumerate(names):
+        if isinstance(signature[n], tuple):
+            attributes |= {(i, j): [["tt.divisibility", 16]] for j in range(len(signature[n]))}
+        elif signature[n][0] == "*" or (signature[n] == "i32" and n not in ODD):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    made = triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    wide = len(re.findall(r"ld\.global[\w.]*v[24]", made.asm["ptx"]))
+    print(f"{name}: registers {found[1]}, stack {found[2]} B, shared {made.metadata.shared} B, wide loads {wide}")
+    assert made.metadata.shared <= SHARED, f"{name}: {made.metadata.shared} B of shared memory"
+    assert int(found[2]) <= 1024, f"{name}: spills {found[2]} B"
+
+
+def situ() -> None:
+    for cols in (192, 4096):
+        tile = situ_triton._tiles(1024, cols)[1]
+        for kind in (0, 1, 2):
+            build(f"situ {cols} kind {kind}", situ_triton.forward_kernel, tile | {"KIND": kind}, rows="i32")
+            build(f"situ backward {cols} kind {kind}", situ_triton.backward_kernel, tile | {"KIND": kind}, rows="i32")
+
+
+def norm() -> None:
+    for width, gated in ((128, True), (256, False), (512, False), (2048, False), (7168, False)):
+        for name, kernel, held in (
+            ("norm", norm_triton.forward_kernel, norm_triton.FORWARD),
+            ("norm backward", norm_triton.backward_kernel, norm_triton.BACKWARD),
+        ):
+            shape = norm_triton.tile(width, held)
+            warps = shape.pop("num_warps")
+            build(f"{name} {width} gated {gated}", kernel, shape | {"GATED": gated}, warps, rows="i32", H="i32")
+    build("gate", gate_triton.forward_kernel, {"BR": 16, "BC": 128}, rows="i32")
+    build("gate backward", gate_triton.backward_kernel, {"BR": 16, "BC": 128}, rows="i32")
+
+
+def attnres() -> None:
+    weights = {"rows": "i32", "w": "*fp32", "norm": "*fp32"}
+    for width, sources in ((512, 2), (512, 5), (2048, 6), (7168, 9)):
+        pointers = ("*bf16",) * sources
+        for normed in (True, False):
+            name = f"{width} of {sources} norm {normed}"
+            shape = norm_triton.tile(width, attnres_triton.FORWARD) | {"NORM": normed, "KEEP": True}
+            warps = shape.pop("num_warps")
+            build(f"mix {name}", attnres_triton.mix_kernel, shape, warps, sources=pointers, **weights)
+            shape = norm_triton.tile(width, attnres_triton.BACKWARD) | {"NORM": normed}
+            warps = shape.pop("num_warps")
+            both = {"sources": pointers, "grads": pointers}
+            build(f"mix backward {name}", attnres_triton.mix_backward_kernel, shape, warps, **both, **weights)
+
+
+def conv() -> None:
+    for tail in (False, True):
+        shape = {"W": 4, "TAIL": tail, "SILU": True, "BT": conv_triton._BT, "BC": conv_triton._BC}
+        build(f"conv tail {tail}", conv_triton.forward_kernel, shape)
+        build(f"conv backward tail {tail}", conv_triton.backward_kernel, shape | {"WP": 4})
+
+
+def moe() -> None:
+    for width, inner in ((256, 192), (1024, 384), (3584, 3072)):
+        build(f"gather {width}", experts_triton.gather_kernel, experts_triton._tiles(1024, width)[1])
+        build(f"combine {width}", experts_triton.combine_kernel, {"K": 6, "BT": 4, "BC": 256})
+        rule = {"KIND": 1, "SORTED": False}
+        build(f"activate {inner}", experts_triton.activate_kernel, experts_triton._tiles(1024, inner)[1] | rule)
+        tile = {"BR": 16, "BC": 64}
+        build(f"activate backward {inner}", experts_triton.activate_backward_kernel, tile | rule)
+
+
+def router() -> None:
+    for experts, top in ((128, 6), (896, 16)):
+        tile = router_triton._tile(experts)
+        more = tile | {"K": top, "RENORM": True}
+        up = triton.next_power_of_2(top)
+        build(f"select {top} of {experts}", router_triton.select_kernel, more | {"PARTS": 3, "KP": up})
+        build(f"select backward {top} of {experts}", router_triton.select_backward_kernel, more | {"SCORED": False})
+
+
+def head() -> None:
+    for vocabulary in (16384, 163840):
+        shape = {"IGNORE": -100, "DIFFERENTIATE": True, "BV": 4096}
+        build(f"head {vocabulary}", cross_entropy_triton.kernel, shape, 8, logits="*bf16")
+
+
+ALL = ("situ", "norm", "attnres", "conv", "moe", "router", "head")
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or ALL:
+        globals()[name]()
