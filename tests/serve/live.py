@@ -35,6 +35,7 @@ def toy_model(context: int = 4096) -> K3:
     """`tiny` cut down, with random weights: it says nothing, but it says it deterministically."""
     torch.manual_seed(0)
     config = PRESETS["tiny"].replace(vocab_size=toy_tokenizer().vocab_size, max_position_embeddings=context)
+    config = config.replace(num_hidden_layers=2, mla_layers=(1,))
     return K3(config.replace(eos_token_id=toy_tokenizer().end_of_msg)).eval()
 
 
