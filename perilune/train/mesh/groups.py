@@ -57,7 +57,8 @@ def shard_parameters(
             left = {p: n for p, n in left.items() if p not in members}
     for kind, members in _by_kind(left, sizes).items():
         if kind != "whole":
-            group = _shard(Group(root), members, mesh, kind, torch.float32, free=False)
+            owners = nn.ModuleList(m for m in root.modules() if members.intersection(m.parameters(recurse=False)))
+            group = _shard(Group(owners), members, mesh, kind, torch.float32, free=False)
             _run_within(root, group)
             groups.append(group)
     root.groups = groups

@@ -223,6 +223,5 @@ class Stage(nn.Module):
         return self._like(tokens, 1 + closed(self.config, self.span.stop) - self.next_knows)
 
     def _like(self, tokens: int, count: int) -> tuple[Tensor, ...]:
-        return tuple(
-            torch.empty(tokens, self.config.hidden_size, dtype=self.dtype, device="meta") for _ in range(count)
-        )
+        like = torch.empty(tokens, self.config.hidden_size, dtype=self.dtype, device="meta", requires_grad=True)
+        return (like,) * count

@@ -19,6 +19,10 @@ from perilune.data.batches import NO_TARGET
 from perilune.model.kda import KDA
 from perilune.model.mla import MLA
 
+# torch 2.13 renamed both.
+_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def divide_heads(config: ModelConfig, tp: int) -> ModelConfig:
     """What an attention module of one rank is told. Checks of a whole model are not its business, widths are."""
@@ -46,13 +50,13 @@ def gather_slices(x_TC: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group)
+    _GATHER(out, x.contiguous(), group)
     return out
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    _REDUCE(out, x.contiguous(), group=group)
     return out
 
 

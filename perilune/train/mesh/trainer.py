@@ -452,6 +452,9 @@ def cut_parameters(stage: nn.Module, sizes: Sizes, rank: int) -> None:
         axis, part, parts = sizes.cut(name, rank)
         if parts > 1:
             p.data = take(p, axis, part, parts)
+    for module in stage.modules():
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
 
 
 def classed(layer: Any) -> Iterator[tuple[nn.Module, str]]:
