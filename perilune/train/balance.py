@@ -99,9 +99,10 @@ class QuantileBalancer:
         self._sums_LEC = torch.zeros(len(biases), first.numel(), columns, dtype=torch.int64, device=first.device)
 
     def observe(self, taps: Mapping[int, Tap]) -> None:
-        """Adds one micro-batch; `taps` by layer. Raises ValueError if a layer reports less than the mode needs."""
-        for i, layer in enumerate(self.layers):
-            tap = taps[layer]
+        """Adds one micro-batch; `taps` by layer, those of one pipeline stage or of all. Raises ValueError if a layer
+        reports less than the mode needs."""
+        for layer, tap in taps.items():
+            i = self.layers.index(layer)
             self._sums_LEC[i, :, 0] += tap.counts
             if self.mode == "quantile":
                 if tap.histogram is None or tap.histogram.shape != self._sums_LEC[i, :, 1:].shape:

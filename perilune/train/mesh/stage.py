@@ -65,7 +65,7 @@ class _Lend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, held: Held) -> Tensor:  # type: ignore[override]
         ctx.held, held.value = held, x.detach()
-        return x.view_as(x)
+        return x.detach()  # not a view of x for autograd, which FSDP's hooks would warn of
 
     @staticmethod
     @once_differentiable
