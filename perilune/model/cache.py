@@ -18,6 +18,19 @@ from torch import Tensor
 
 from perilune.config import ModelConfig
 from perilune.model.layout import Layout
+from perilune.ops.kda.decode import Drafts
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a decoding window updates a KDA layer in place: the storage arguments of `ops.kda.decode`."""
+
+    state: Tensor
+    tail: Tensor
+    slots: Tensor
+    drafts: Drafts | None = None
+    accepted: Tensor | None = None
+    rows: Tensor | None = None
 
 
 class Cache(Protocol):
@@ -28,6 +41,10 @@ class Cache(Protocol):
         ...
 
     def write_kda(self, layer: int, layout: Layout, state: Tensor, tail: Tensor) -> None: ...
+
+    def place_kda(self, layer: int, layout: Layout) -> Place | None:
+        """For a decoding window, all sequences as long, that updates the storage itself; None: read and write."""
+        ...
 
     def extend_mla(self, layer: int, layout: Layout, latents: Tensor) -> Tensor | None:
         """Append latents [T, R]; returns each sequence's whole context [N, L, R], L the longest, padding undefined
@@ -139,6 +156,9 @@ class Dense:
         assert layout.slots is not None
         self.kda[layer] = self.kda[layer].index_copy(0, layout.slots, state)
         self.conv[layer] = self.conv[layer].index_copy(0, layout.slots, tail.to(self.conv[layer].dtype))
+
+    def place_kda(self, layer: int, layout: Layout) -> None:
+        """Functional storage has no place."""
 
     def extend_mla(self, layer: int, layout: Layout, latents: Tensor) -> Tensor:
         assert layout.slots is not None

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from perilune.config import ModelConfig
-from perilune.model.cache import Cache
+from perilune.model.cache import Cache, Place
 from perilune.model.layout import Layout
 from perilune.model.linear import Group, Linear, Weight, project
 from perilune.model.taps import Taps
 from perilune.ops.conv import short_convs
 from perilune.ops.kda import kda, kda_step
+from perilune.ops.kda.decode import Drafts, decode
 from perilune.ops.norm import gated_rms_norm
 
 
@@ -45,21 +46,17 @@ class KDA(nn.Module):
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None = None, taps: Taps | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         c, tokens = self.config, x.shape[0]
+        place = cache.place_kda(self.layer, layout) if cache is not None else None
+        if place is not None:
+            return self._window(x, layout, place)
         state, tail = cache.read_kda(self.layer, layout) if cache is not None else (None, None)
         qkv, z, beta, gate = self._inputs(x)
-        weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
-        parts, tail = short_convs(qkv.unsqueeze(0), weight, 3, tail=tail, lengths=layout.lengths)
+        parts, tail = short_convs(qkv.unsqueeze(0), self._conv_weight, 3, tail=tail, lengths=layout.lengths)
         q, k, v = (y.reshape(1, tokens, c.kda_num_heads, c.kda_head_dim) for y in parts)
         z = z.reshape(1, tokens, c.kda_num_heads, -1)
         if taps is not None:
             taps.decay(self.layer, z, self.A_log, self.dt_bias, c.gate_lower_bound)
-        rules: dict[str, Any] = {
-            "A_log": self.A_log,
-            "dt_bias": self.dt_bias,
-            "lower_bound": c.gate_lower_bound,
-            "delta": c.kda_delta,
-            "state": state,
-        }
+        rules = self._rules | {"state": state}
         if cache is not None and layout.one_each:
             q, k, v, z = (part.squeeze(0) for part in (q, k, v, z))
             o, state = kda_step(q, k, v, z, beta, **rules)
@@ -71,6 +68,46 @@ class KDA(nn.Module):
         gate = None if gate is None else gate.reshape(o.shape)
         y = gated_rms_norm(o, gate, self.o_norm.weight, c.rms_norm_eps)
         return self.o_proj(y.reshape(tokens, -1))
+
+    @property
+    def _conv_weight(self) -> Tensor:
+        return torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+
+    @property
+    def _rules(self) -> dict[str, Any]:
+        c = self.config
+        gate = {"A_log": self.A_log, "dt_bias": self.dt_bias, "lower_bound": c.gate_lower_bound}
+        return gate | {"delta": c.kda_delta}
+
+    def _window(self, x: Tensor, layout: Layout, place: Place) -> Tensor:
+        """The same for a few tokens of each sequence, in place and in one call."""
+        c, n = self.config, layout.sequences
+        qkv, z, beta, gate = self._inputs(x)
+        assert gate is not None
+        heads = (n, -1, c.kda_num_heads)
+        o = decode(
+            qkv.unflatten(0, (n, -1)),
+            z.unflatten(0, (n, -1)).unflatten(-1, (c.kda_num_heads, -1)),
+            beta.reshape(heads),
+            gate.unflatten(0, (n, -1)).unflatten(-1, (c.kda_num_heads, -1)),
+            conv_weight=self._conv_weight,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            lower_bound=c.gate_lower_bound,
+            norm_weight=self.o_norm.weight,
+            eps=c.rms_norm_eps,
+            **vars(place),
+        )
+        return self.o_proj(o.reshape(x.shape[0], -1))
+
+    def replay(self, drafts: Drafts, state: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+        """(state [H, K, V], tail [C, W−1]) after the projected inputs of some tokens, [T, ...] each."""
+        heads = (1, -1, self.config.kda_num_heads, self.config.kda_head_dim)
+        parts, tail = short_convs(drafts.qkv.unsqueeze(0), self._conv_weight, 3, tail=tail.unsqueeze(0))
+        q, k, v = (y.reshape(heads) for y in parts)
+        inputs = drafts.gate.unsqueeze(0), drafts.beta.unsqueeze(0)
+        _, state, _ = kda(q, k, v, *inputs, **self._rules, state=state.unsqueeze(0))
+        return state[0], tail[0]
 
     def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(q|k|v [T, 3·width], z [T, decays], beta logits [T, H], output gate [T, width] or None)."""

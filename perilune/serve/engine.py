@@ -7,18 +7,22 @@ Not thread safe: one thread owns it.
 
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from perilune.model.cache import State
-from perilune.model.net import K3
-from perilune.serve.paged import Paged
+from perilune.model.kda import KDA
+from perilune.model.net import K3, Output
+from perilune.serve.paged import Paged, windowed
 from perilune.serve.pool import Geometry, Pool, default_block
-from perilune.serve.request import Delta, EngineOptions, Finish, Full, Request, Stats, TokenLogprob, Usage
-from perilune.serve.sampling import Row, logprobs, sample
+from perilune.serve.request import Delta, EngineOptions, Finish, Full, Grammar, Request, Stats, TokenLogprob, Usage
+from perilune.serve.sampling import Row, distribution, logprobs, sample
 from perilune.serve.scheduler import Batch, Scheduler, Sequence
+from perilune.serve.speculate import Draft, MTPDraft, verify
 
 _HEAD_ROWS = 256  # rows of logits at a time when a whole prompt wants its log-probabilities
 
@@ -44,9 +48,15 @@ class Engine:
         self.device = weight.device
         self.context = min(o.context or model.config.max_position_embeddings, model.config.max_position_embeddings)
         wide = torch.promote_types(weight.dtype, torch.float32)
-        geometry = Geometry(model.config, o.block_tokens or default_block(model.config), weight.dtype, wide)
+        block = o.block_tokens or default_block(model.config)
+        geometry = Geometry(model.config, block, weight.dtype, wide, drafts=o.speculate > 0)
+        if o.speculate and not (model.mtp and windowed(geometry)):
+            raise ValueError("speculate needs a model with an MTP layer and KDA layers without ablations.")
         pool = Pool(geometry, _pages(geometry, o), self.device, _offload(geometry, o, self.device))
-        self.scheduler = Scheduler(Paged(pool, o.max_batch, self.context), o, self.context)
+        layers = {m.layer: m for m in model.modules() if isinstance(m, KDA)}
+        paged = Paged(pool, o.max_batch, self.context, layers, o.speculate)
+        self.scheduler = Scheduler(paged, o, self.context)
+        self.draft: Draft | None = MTPDraft(model, paged) if o.speculate else None
         self._here: dict[str, Sequence] = {}
         self._ended: list[Delta] = []
         self._totals = _Totals()
@@ -108,9 +118,10 @@ class Engine:
         """One forward for one scheduled batch; what it added to each request, and what ended since the last step."""
         ended, self._ended = self._ended, []
         started = time.perf_counter()
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(1 + self.options.speculate)
         if batch is not None:
-            ended += self._run(batch)
+            speculating = self.draft is not None and batch.kind == "decode"
+            ended += self._run_window(batch) if speculating else self._run(batch)
             self._totals.steps += 1
             self._totals.last_batch = len(batch.sequences)
             self._totals.step_seconds = time.perf_counter() - started
@@ -119,23 +130,25 @@ class Engine:
     # --- a step ---------------------------------------------------------------------------------------------
 
     def _run(self, batch: Batch) -> list[Delta]:
-        hidden = self._forward(batch)
+        out = self._forward(batch, [s.tokens[s.computed :][:n] for s, n in zip(batch.sequences, batch.lengths)])
+        if self.draft is not None:
+            self.draft.saw(batch.sequences, batch.lengths, out.features)
+            self.draft.catch_up([s for s, n in zip(batch.sequences, batch.lengths) if s.pending > n + 1])
         ends = torch.tensor(batch.lengths).cumsum(0)
         done = []
         for s, n, end in zip(batch.sequences, batch.lengths, ends.tolist()):
-            self._hear(s, hidden[end - n : end])
+            self._hear(s, out.hidden[end - n : end])
             self.scheduler.written(s, n)
             if s.pending == 0:
                 done.append((s, end - 1))
-        return self._sample([s for s, _ in done], hidden[[at for _, at in done]]) if done else []
+        return self._sample([s for s, _ in done], out.hidden[[at for _, at in done]]) if done else []
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """hidden [T, width] of the batch's tokens."""
-        past = [s.computed for s in batch.sequences]
-        news = [s.tokens[p : p + n] for s, p, n in zip(batch.sequences, past, batch.lengths)]
-        feed = torch.tensor([t for new in news for t in new], device=self.device)
-        layout = self.scheduler.paged.layout(batch.lengths, [s.row for s in batch.sequences], past)
-        return self.model(feed, layout, self.scheduler.paged, logits="none").hidden
+    def _forward(self, batch: Batch, feed: list[list[int]], accepted: list[int] | None = None) -> Output:
+        """The model on some tokens of each sequence, after what it has computed."""
+        paged, past = self.scheduler.paged, [s.computed for s in batch.sequences]
+        tokens = torch.tensor([t for some in feed for t in some], device=self.device)
+        layout = paged.layout([len(f) for f in feed], [s.row for s in batch.sequences], past, accepted)
+        return self.model(tokens, layout, paged, logits="none")
 
     def _hear(self, s: Sequence, hidden: Tensor) -> None:
         """Log-probabilities of the prompt tokens that these positions (the next ones of s) predict."""
@@ -151,52 +164,96 @@ class Engine:
 
     def _sample(self, sequences: list[Sequence], hidden: Tensor) -> list[Delta]:
         """The next token of each sequence, from the hidden row of its last."""
-        said: list[Delta] = []
-        ready: list[tuple[int, Sequence, Row]] = []
-        for i, s in enumerate(sequences):
-            if s.request.sampling.max_tokens == 0:
-                said.append(self._end(s, "length"))
-                continue
-            try:
-                ready.append((i, s, self._row(s)))
-            except ValueError as error:
-                said.append(self._end(s, "error", message=str(error)))
+        rows = [self._row(s) for s in sequences]
+        said = self._unable(sequences, rows)
+        ready = [i for i, s in enumerate(sequences) if s.request.id in self._here]
         if not ready:
             return said
-        logits = self.model.lm_head(hidden[[i for i, _, _ in ready]])
-        tokens = sample(logits, [row for _, _, row in ready])
-        return said + [self._accept(s, [t], logits[i : i + 1]) for i, ((_, s, _), t) in enumerate(zip(ready, tokens))]
+        logits = self.model.lm_head(hidden[ready])
+        for at, (i, token) in enumerate(zip(ready, sample(logits, [rows[i] for i in ready]))):
+            kept, finish = self._append(sequences[i], [token])
+            said.append(self._tell(sequences[i], kept, finish, logits[at : at + 1]))
+        return said
 
-    def _row(self, s: Sequence) -> Row:
-        """Raises ValueError when the grammar allows nothing."""
-        rules, mask = s.request.sampling, None
+    def _unable(self, sequences: list[Sequence], rows: list[Row]) -> list[Delta]:
+        """End those that want no token, and those whose grammar allows none."""
+        said = []
+        for s, row in zip(sequences, rows):
+            if s.request.sampling.max_tokens == 0:
+                said.append(self._end(s, "length"))
+            elif row.barred:
+                said.append(self._end(s, "error", message="The grammar allows no token here."))
+        return said
+
+    def _run_window(self, batch: Batch) -> list[Delta]:
+        """Draft, verify in one pass, keep what was accepted."""
+        assert self.draft is not None
+        said = self._unable(batch.sequences, [self._row(s) for s in batch.sequences])
+        sequences, width = [s for s in batch.sequences if s.request.id in self._here], batch.lengths[0]
+        if not sequences:
+            return said
+        count = len(sequences)
+        drafts = torch.empty(count, 0, dtype=torch.int64, device=self.device)
+        q = torch.empty(count, 0, self.model.config.vocab_size, device=self.device)
+        if width > 1:
+            drafts, q = self.draft.propose(sequences, width - 1, self._row)
+        windows = [[s.tokens[-1], *d] for s, d in zip(sequences, drafts.tolist())]
+        out = self._forward(replace(batch, sequences=sequences), windows, [s.replay for s in sequences])
+        logits = self.model.lm_head(out.hidden).unflatten(0, (-1, width))
+        rows = [[self._row(s, w[1 : 1 + i]) for i in range(width)] for s, w in zip(sequences, windows)]
+        p = distribution(logits.flatten(0, 1), [row for some in rows for row in some]).unflatten(0, (-1, width))
+        yields = verify(p, q.to(p), drafts, [s.seed for s in sequences], [len(s.tokens) for s in sequences])
+        features = out.features.unflatten(0, (-1, width))
+        for n, s in enumerate(sequences):
+            barred = next((i for i, row in enumerate(rows[n]) if row.barred), width)
+            said.append(self._keep(s, yields[n][:barred], width - 1, logits[n], features[n]))
+        return said
+
+    def _keep(self, s: Sequence, tokens: list[int], drafted: int, logits: Tensor, features: Tensor) -> Delta:
+        """What a window yielded: publish it, and remember how much of it the KDA states have yet to replay."""
+        assert self.draft is not None
+        kept, finish = self._append(s, tokens)
+        s.drafted, s.accepted = s.drafted + drafted, s.accepted + len(kept) - 1
+        self._totals.drafted += drafted
+        self._totals.accepted += len(kept) - 1
+        self.draft.saw([s], [len(kept)], features[: len(kept)])
+        self.scheduler.written(s, len(kept), replay=len(kept) - 1)
+        return self._tell(s, kept, finish, logits)
+
+    def _row(self, s: Sequence, drafts: Seq[int] = ()) -> Row:
+        """The sampling row after a sequence's tokens and some drafts. Where the grammar refuses a draft the rest does
+        not matter: it is not reached."""
+        rules, mask, barred = s.request.sampling, None, False
         if rules.grammar is not None:
-            mask = torch.as_tensor(rules.grammar.mask(s.grammar, self._room(s)))
-            if not bool(mask.any()):
-                raise ValueError("The grammar allows no token here.")
-        if not rules.penalised:
-            return Row(rules, s.seed, len(s.tokens), mask=mask)
-        return Row(rules, s.seed, len(s.tokens), s.request.prompt, s.output, mask)
+            state = _advanced(rules.grammar, s.grammar, drafts)
+            mask = torch.as_tensor(rules.grammar.mask(state, self._room(s) - len(drafts)))
+            barred = not bool(mask.any())
+        output = [*s.output, *drafts] if rules.penalised else ()
+        position = len(s.tokens) + len(drafts)
+        return Row(rules, s.seed, position, s.request.prompt, output, None if barred else mask, barred)
 
     def _room(self, s: Sequence) -> int:
         """Tokens it may still write."""
         return min(s.request.sampling.max_tokens + len(s.request.prompt), self.context) - len(s.tokens)
 
-    def _accept(self, s: Sequence, tokens: list[int], logits: Tensor) -> Delta:
-        """Append sampled tokens up to the first that ends the text."""
-        rules = s.request.sampling
-        finish: Finish | None = None
+    def _append(self, s: Sequence, tokens: list[int]) -> tuple[list[int], Finish | None]:
+        """Append sampled tokens up to the first that ends the text; (those, why it ended)."""
+        rules, room = s.request.sampling, self._room(s)
         stops = rules.stop_ids if rules.ignore_eos else rules.stop_ids | {self.model.config.eos_token_id}
-        room = self._room(s)
         for i, token in enumerate(tokens):
             s.tokens.append(token)
             if rules.grammar is not None:
                 s.grammar = rules.grammar.advance(s.grammar, token)
-            if token in stops or i + 1 >= room:
-                tokens, finish = tokens[: i + 1], "stop" if token in stops else "length"
-                break
+            if token in stops:
+                return tokens[: i + 1], "stop"
+            if i + 1 == room:
+                return tokens[: i + 1], "length"
+        return tokens, None
+
+    def _tell(self, s: Sequence, tokens: list[int], finish: Finish | None, logits: Tensor) -> Delta:
         self._totals.completion_tokens += len(tokens)
-        said = () if rules.logprobs is None else tuple(logprobs(logits[: len(tokens)], tokens, rules.logprobs))
+        top = s.request.sampling.logprobs
+        said = () if top is None else tuple(logprobs(logits[: len(tokens)], tokens, top))
         if finish is not None:
             return self._end(s, finish, tuple(tokens), said)
         return Delta(s.request.id, tuple(tokens), said, usage=_usage(s), prompt_logprobs=_heard(s))
@@ -215,7 +272,7 @@ class Engine:
         return Delta(s.request.id, tokens, said, finish, message, _usage(s), _heard(s), state)
 
     def _export(self, s: Sequence) -> State:
-        return self.scheduler.paged.export(s.state, s.pages, s.computed)
+        return self.scheduler.paged.export(s.state, s.pages, s.computed, s.row, s.replay)
 
     def _check(self, request: Request) -> None:
         vocab, prompt, state = self.model.config.vocab_size, request.prompt, request.state
@@ -236,6 +293,16 @@ class Engine:
         if request.sampling.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs need the whole prompt computed, which an imported state leaves out.")
         self.scheduler.paged.check(state)
+
+
+def _advanced(grammar: Grammar, state: Any, tokens: Seq[int]) -> Any:
+    """The grammar's state after tokens, or before the first that it refuses."""
+    for token in tokens:
+        try:
+            state = grammar.advance(state, token)
+        except ValueError:
+            return state
+    return state
 
 
 def _usage(s: Sequence) -> Usage:

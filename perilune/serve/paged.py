@@ -4,25 +4,32 @@ Each running request owns a row of two page tables, which are static buffers: kd
 [layers, rows, pages a row]. A `Pages` layout carries the rows of one batch; the forward reads no other indices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from perilune.model.cache import State
+from perilune.model.cache import Place, State
+from perilune.model.kda import KDA
 from perilune.model.layout import Layout
-from perilune.serve.pool import Block, Pool
+from perilune.ops.kda.decode import TAPS, Drafts
+from perilune.serve.pool import Block, Geometry, Pool
 
 
 @dataclass(frozen=True)
 class Pages(Layout):
-    """A batch on a pool: kda_pages [KDA layers, N], mla_pages [MLA layers, N, J], page_tokens P."""
+    """A batch on a pool: kda_pages [KDA layers, N], mla_pages [MLA layers, N, J], page_tokens P.
+
+    window: decode in place. accepted [N]: how many of each row's cached drafts the window continues from.
+    """
 
     kda_pages: Tensor = field(default_factory=lambda: torch.empty(0))
     mla_pages: Tensor = field(default_factory=lambda: torch.empty(0))
     page_tokens: int = 1
+    window: bool = False
+    accepted: Tensor | None = None
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -38,7 +45,10 @@ class Pages(Layout):
 class Paged:
     """Rows of page tables over a pool. The scheduler assigns blocks; the model's layers read and write through them."""
 
-    def __init__(self, pool: Pool, rows: int, context: int) -> None:
+    def __init__(
+        self, pool: Pool, rows: int, context: int, layers: Mapping[int, KDA] | None = None, drafts: int = 0
+    ) -> None:
+        """layers: the model's KDA layers, needed with `drafts`, how many tokens a window may draft."""
         self.pool, self.geometry = pool, pool.geometry
         g, device = self.geometry, pool.memory.device
         self.wide = torch.float64 if g.dtype == torch.float64 else torch.float32
@@ -46,6 +56,9 @@ class Paged:
         self._mla = {layer: i for i, layer in enumerate(g.mla_layers)}
         self.kda_pages = torch.zeros(len(self._kda), rows, dtype=torch.int64, device=device)
         self.mla_pages = torch.zeros(len(self._mla), rows, g.blocks_for(context), dtype=torch.int64, device=device)
+        self._layers = layers or {}
+        self._drafts = {layer: _drafts(g, rows, drafts, device) for layer in self._kda} if drafts else {}
+        self._in_place = device.type == "cuda" and windowed(g)
 
     # --- the tables -----------------------------------------------------------------------------------------
 
@@ -62,13 +75,25 @@ class Paged:
         self.kda_pages[:, row] = 0
         self.mla_pages[:, row] = 0
 
-    def layout(self, lengths: Sequence[int], rows: Sequence[int], past: Sequence[int]) -> Pages:
-        """The batch that appends lengths[i] tokens to row rows[i], which holds past[i]."""
+    def layout(
+        self,
+        lengths: Sequence[int],
+        rows: Sequence[int],
+        past: Sequence[int],
+        accepted: Sequence[int] | None = None,
+    ) -> Pages:
+        """The batch that appends lengths[i] tokens to row rows[i], which holds past[i].
+
+        accepted: makes it a window, and says how many drafts of each row's last window were right.
+        """
         plain = Layout.cached(lengths, rows, past, self.kda_pages.device)
         assert plain.slots is not None
         reach = self.geometry.blocks_for(max(p + n for p, n in zip(past, lengths)))
         tables = self.kda_pages[:, plain.slots], self.mla_pages[:, plain.slots, :reach]
-        return Pages(plain.lengths, plain.cu_seqlens, plain.slots, plain.past, *tables, self.geometry.page_tokens)
+        right = None if accepted is None else torch.tensor(accepted, device=self.kda_pages.device)
+        window = right is not None or (self._in_place and plain.one_each)
+        start = plain.lengths, plain.cu_seqlens, plain.slots, plain.past
+        return Pages(*start, *tables, self.geometry.page_tokens, window, right)
 
     # --- the Cache protocol ---------------------------------------------------------------------------------
 
@@ -82,6 +107,13 @@ class Paged:
         pages, tails = layout.kda_pages[self._kda[layer]], self.pool.tails
         self.pool.states[pages] = state.to(self.pool.states.dtype)
         tails[pages] = tail.to(tails.dtype).view(-1, *tails.shape[1:])
+
+    def place_kda(self, layer: int, layout: Layout) -> Place | None:
+        assert isinstance(layout, Pages)
+        if not layout.window:
+            return None
+        pages, pool = layout.kda_pages[self._kda[layer]], self.pool
+        return Place(pool.states, pool.tails, pages, self._drafts.get(layer), layout.accepted, layout.slots)
 
     def extend_mla(self, layer: int, layout: Layout, latents: Tensor) -> Tensor | None:
         assert isinstance(layout, Pages)
@@ -108,16 +140,40 @@ class Paged:
         for theirs, page in zip(source.pages, target.pages):
             self.pool.latents[page, :tokens].copy_(latents[theirs, :tokens], non_blocking=True)
 
-    def export(self, state: Block | None, latents: Sequence[Block], length: int) -> State:
-        """A copy of what the blocks hold of the first `length` tokens."""
-        pages = dict(zip(self._kda, state.pages)) if state is not None else {}
-        kda = {layer: self.pool.states[p].to(self.wide, copy=True).contiguous() for layer, p in pages.items()}
-        conv = {layer: self.pool.tails[p].flatten(0, 2).clone() for layer, p in pages.items()}
+    def export(
+        self, state: Block | None, latents: Sequence[Block], length: int, row: int = 0, replay: int = 0
+    ) -> State:
+        """A copy of what the blocks hold of the first `length` tokens, the row's accepted drafts included."""
+        parts = {layer: self._after(layer, page, row, replay) for layer, page in self._state_pages(state)}
+        kda = {layer: s.to(self.wide) for layer, (s, _) in parts.items()}
+        conv = {layer: tail for layer, (_, tail) in parts.items()}
         mla = {}
         for i, layer in enumerate(self._mla):
             index = torch.tensor([b.pages[i] for b in latents], dtype=torch.int64, device=self.kda_pages.device)
             mla[layer] = self.pool.latents[index].flatten(0, 1)[:length].clone()
         return State(length, kda, conv, mla)
+
+    def checkpoint(self, state: Block, target: Block, row: int, replay: int) -> None:
+        """The state after the first `replay` drafts of the row's last window."""
+        if replay == 0:
+            self.pool.copy(state, target)
+            return
+        for (layer, page), to in zip(self._state_pages(state), target.pages):
+            after, tail = self._after(layer, page, row, replay)
+            self.pool.states[to] = after.to(self.pool.states.dtype)
+            self.pool.tails[to] = tail.view(self.pool.tails.shape[1:])
+
+    def _state_pages(self, state: Block | None) -> list[tuple[int, int]]:
+        return list(zip(self._kda, state.pages)) if state is not None else []
+
+    def _after(self, layer: int, page: int, row: int, replay: int) -> tuple[Tensor, Tensor]:
+        """(state [H, K, V], tail [C, W−1]) of a page, as a copy, with some drafts replayed."""
+        state, tail = self.pool.states[page].clone(), self.pool.tails[page].flatten(0, 2).clone()
+        if replay == 0:
+            return state.contiguous(), tail
+        kept = self._drafts[layer]
+        some = Drafts(*(x[row, :replay] for x in (kept.qkv, kept.gate, kept.beta)))
+        return self._layers[layer].replay(some, state.to(self.wide), tail)
 
     def load(self, value: State, state: Block | None, latents: Sequence[Block]) -> None:
         """Write a State into blocks; `check` has passed. Latents of a draft that it lacks are zero."""
@@ -145,3 +201,16 @@ class Paged:
                 if x is None or tuple(x.shape) != shape:
                     found = "is missing" if x is None else f"is {tuple(x.shape)}, not {shape}"
                     raise ValueError(f"The request's state {found} in {name} of layer {layer}.")
+
+
+def windowed(g: Geometry) -> bool:
+    """Whether `ops.kda.decode` knows this model's KDA layers: it has no variants."""
+    c = g.config
+    plain = c.kda_decay == "channel" and c.kda_delta and c.kda_output_gate
+    return plain and c.short_conv_kernel_size == TAPS
+
+
+def _drafts(g: Geometry, rows: int, count: int, device: torch.device) -> Drafts:
+    c = g.config
+    shapes = (3 * c.kda_width,), (c.kda_num_heads, c.kda_head_dim), (c.kda_num_heads,)
+    return Drafts(*(torch.zeros(rows, count, *shape, dtype=g.dtype, device=device) for shape in shapes))

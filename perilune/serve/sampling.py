@@ -10,7 +10,7 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from perilune.serve.request import Sampling, TokenLogprob
 
 @dataclass
 class Row:
-    """One position to sample: the request's rules and what came before. mask: bool [V] of ids a grammar allows."""
+    """One position to sample: the request's rules and what came before. mask: bool [V] of ids a grammar allows; barred:
+    it allows none (mask is then None, and what is drawn here must not be used)."""
 
     sampling: Sampling
     seed: int
@@ -28,7 +29,7 @@ class Row:
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
     mask: Tensor | None = None
-    extra: tuple[int, ...] = field(default=())  # drafted tokens that the penalties count too
+    barred: bool = False
 
 
 def uniform(seed: int, position: int, purpose: str) -> float:
@@ -78,7 +79,7 @@ def _adjust(logits_V: Tensor, row: Row) -> Tensor:
 
 def _penalise(x: Tensor, row: Row) -> Tensor:
     s = row.sampling
-    counts = Counter([*row.output, *row.extra])
+    counts = Counter(row.output)
     if s.repetition_penalty != 1:
         ids = torch.tensor(sorted({*counts, *row.prompt}), dtype=torch.int64, device=x.device)
         seen = x[ids]

@@ -24,7 +24,8 @@ class Sequence:
     """A request on its way. tokens: prompt and output. computed: how many of them are in the cache.
 
     marks: hash endpoints of the prompt that want a checkpoint, ascending. rolling: the checkpoint of the answer so far.
-    primed: one forward has run since the pages were given. replay: accepted drafts that the state does not hold yet.
+    primed: one forward has run since the pages were given. replay: how many of the computed tokens are accepted drafts
+    that the state does not hold yet.
     """
 
     request: Request
@@ -41,7 +42,8 @@ class Sequence:
     rolling: Block | None = None
     primed: bool = False
     replay: int = 0
-    features: Tensor | None = None
+    features: Tensor | None = None  # of computed positions that the draft has not seen
+    drafted_upto: int = 0  # positions that it has
     cached: int | None = None
     heard: list[TokenLogprob | None] = field(default_factory=list)
     told: bool = False
@@ -220,6 +222,7 @@ class Scheduler:
             s.computed = imported.length
         else:
             self._restore(s, hit)
+        s.drafted_upto = s.computed
         self.paged.assign(s.row, s.state, s.pages)
         self._mark(s, hit.reach)
         if s.cached is None:
@@ -278,19 +281,23 @@ class Scheduler:
 
     # --- after the forward ----------------------------------------------------------------------------------
 
-    def written(self, s: Sequence, tokens: int) -> None:
-        """The forward has written `tokens` more of s: publish them, and take the checkpoints that fall due."""
-        start, s.computed, s.primed = s.computed, s.computed + tokens, True
+    def written(self, s: Sequence, tokens: int, replay: int = 0) -> None:
+        """The forward has written `tokens` more of s, the last `replay` of them as drafts beside the state: publish
+        them, and take the checkpoints that fall due."""
+        start, s.computed, s.primed, s.replay = s.computed, s.computed + tokens, True, replay
         if not self.options.prefix_cache:
             s.marks = []
             return
         s.chain.extend(s.tokens, s.computed)
         self.prefix.publish(s.chain, s.pages, start, s.computed)
-        if s.marks and s.computed >= s.marks[0]:
-            s.marks = [m for m in s.marks if m > s.computed]
-            self._checkpoint(s)
-        elif s.computed >= len(s.request.prompt) and s.computed == self.prefix.boundary(s.computed):
-            self._roll(s, self._checkpoint(s))
+        end = self.prefix.boundary(s.computed)
+        if s.state is None or end <= start or end < s.computed - replay:
+            return  # no endpoint was passed, or the state has gone beyond it
+        if s.marks and end >= s.marks[0]:
+            s.marks = [m for m in s.marks if m > end]
+            self._checkpoint(s, end)
+        elif end >= len(s.request.prompt):
+            self._roll(s, self._checkpoint(s, end))
 
     def _mark(self, s: Sequence, reach: int) -> None:
         """Where this prompt wants checkpoints: its end, its turns, a branch point, an interval; beyond what it has."""
@@ -302,14 +309,14 @@ class Scheduler:
         ends = {self.prefix.boundary(w) for w in wanted if 0 < w <= n}
         s.marks = sorted(m for m in ends if m > s.computed)
 
-    def _checkpoint(self, s: Sequence) -> Block | None:
-        """A copy of the state at s.computed, findable; None when there is one, or no room."""
-        if s.state is None or self.prefix.known(s.chain, s.computed):
+    def _checkpoint(self, s: Sequence, end: int) -> Block | None:
+        """A copy of the state after `end` tokens, findable; None when there is one, or no room."""
+        if s.state is None or self.prefix.known(s.chain, end):
             return None
         block = self.pool.take("kda")
         if block is not None:
-            self.pool.copy(s.state, block)
-            self.pool.publish(block, s.chain.at(s.computed))
+            self.paged.checkpoint(s.state, block, s.row, s.replay - (s.computed - end))
+            self.pool.publish(block, s.chain.at(end))
             self.pool.drop(block)
         return block
 

@@ -32,7 +32,7 @@ class Schedules(RuleBasedStateMachine):
 
     engine: Engine
     offload = st.sampled_from([0, 20_000, 10**6])
-    speculate = st.just(0)
+    speculate = st.sampled_from([0, 0, 1, 3])
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:

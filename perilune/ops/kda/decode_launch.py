@@ -21,7 +21,7 @@ def on_hopper(device: torch.device) -> bool:
 def launch(
     qkv: Tensor, gate: Tensor, beta: Tensor, out_gate: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor,
     lower_bound: float | None, norm_weight: Tensor, state: Tensor, tail: Tensor, slots: Tensor,
-    scale: float, eps: float, drafts: Drafts | None, accepted: Tensor | None,
+    scale: float, eps: float, drafts: Drafts | None, accepted: Tensor | None, rows: Tensor,
 ) -> Tensor:  # fmt: skip
     """`decode` by the kernel; one program a request and key head."""
     R, W, C = qkv.shape
@@ -37,9 +37,9 @@ def launch(
     past = (qkv, gate, beta) if drafts is None else (drafts.qkv, drafts.gate, drafts.beta)
     arguments = (
         qkv, gate, beta, out_gate, o, conv_weight, A_log, dt_bias.contiguous(), norm_weight, state, tail, slots,
-        slots if accepted is None else accepted, *past,
+        slots if accepted is None else accepted, rows, *past,
         *qkv.stride()[:2], *gate.stride()[:3], *beta.stride(), *out_gate.stride()[:3], *conv_weight.stride(),
-        *state.stride(), *tail.stride(), slots.stride(0),
+        *state.stride(), *_tail_strides(tail, H, K, V), slots.stride(0), rows.stride(0),
         *(x for p in past for x in p.stride()[:2]), scale, lower_bound or 0.0, eps,
     )  # fmt: skip
     settings = {"W": W, "H": H, "GROUP": HV // H, "K": K, "V": V}
@@ -54,3 +54,12 @@ def launch(
     else:
         decode_kernel[(R * H,)](*arguments, **settings, num_warps=WARPS if K == 128 else 4)
     return o
+
+
+def _tail_strides(tail: Tensor, H: int, K: int, V: int) -> tuple[int, ...]:
+    """Of slots, of the q, k and v parts, of key heads, of value heads, of channels, of taps."""
+    if tail.dim() == 5:
+        n, part, head, channel, tap = tail.stride()
+        return n, part, head, head, channel, tap
+    n, channel, tap = tail.stride()
+    return n, H * K * channel, K * channel, V * channel, channel, tap

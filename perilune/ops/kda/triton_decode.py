@@ -55,8 +55,9 @@ def unit(x):
 
 @triton.jit
 def decode_kernel(
-    x, gate, beta, out_gate, o, conv, A_log, dt_bias, norm, state, tail, slots, accepted, past_x, past_gate, past_beta,
-    x_r, x_w, g_r, g_w, g_h, b_r, b_w, b_h, z_r, z_w, z_h, c_c, c_t, s_n, s_h, s_k, s_v, t_n, t_c, t_w, slot_r,
+    x, gate, beta, out_gate, o, conv, A_log, dt_bias, norm, state, tail, slots, accepted, rows,
+    past_x, past_gate, past_beta, x_r, x_w, g_r, g_w, g_h, b_r, b_w, b_h, z_r, z_w, z_h, c_c, c_t,
+    s_n, s_h, s_k, s_v, t_n, t_p, t_h, t_v, t_c, t_w, slot_r, row_r,
     px_n, px_w, pg_n, pg_w, pb_n, pb_w, scale, lower_bound, eps,
     W: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     FLOORED: tl.constexpr, REPLAY: tl.constexpr,
@@ -73,19 +74,24 @@ def decode_kernel(
                 tl.store(o + at + e, tl.zeros((V,), o.dtype.element_ty))
         return
     replayed = 0
+    kept = slot
     if REPLAY:
         replayed = tl.load(accepted + row)
+        kept = tl.load(rows + row * row_r).to(tl.int64)
     qc = key_head * K + c
     kc = H * K + qc
     x += row * x_r
-    past_x += slot * px_n
+    past_x += kept * px_n
     tail += slot * t_n
+    q_tail = tail + key_head * t_h + c * t_c
+    k_tail = q_tail + t_p
     for j in tl.static_range(GROUP):
         head = key_head * GROUP + j
         vc = 2 * H * K + head * V + e
-        q0, q1, q2 = history(tail + qc * t_c, t_w)
-        k0, k1, k2 = history(tail + kc * t_c, t_w)
-        v0, v1, v2 = history(tail + vc * t_c, t_w)
+        v_tail = tail + 2 * t_p + head * t_v + e * t_c
+        q0, q1, q2 = history(q_tail, t_w)
+        k0, k1, k2 = history(k_tail, t_w)
+        v0, v1, v2 = history(v_tail, t_w)
         sp = state + slot * s_n + head * s_h + c[:, None] * s_k + e[None, :] * s_v
         S = tl.load(sp)
         rate = tl.exp(tl.load(A_log + head).to(tl.float32))
@@ -94,8 +100,8 @@ def decode_kernel(
             w = step - replayed
             if step < replayed:
                 xp = past_x + step * px_w
-                gp = past_gate + slot * pg_n + step * pg_w + head * K
-                bp = past_beta + slot * pb_n + step * pb_w + head
+                gp = past_gate + kept * pg_n + step * pg_w + head * K
+                bp = past_beta + kept * pb_n + step * pb_w + head
             else:
                 xp = x + w * x_w
                 gp = gate + row * g_r + w * g_w + head * g_h
@@ -117,10 +123,10 @@ def decode_kernel(
             v0, v1, v2 = v1, v2, xv
             if w == 0:  # everything up to here is certain
                 tl.store(sp, S)
-                remember(tail + vc * t_c, t_w, v0, v1, v2)
+                remember(v_tail, t_w, v0, v1, v2)
                 if j == GROUP - 1:
-                    remember(tail + qc * t_c, t_w, q0, q1, q2)
-                    remember(tail + kc * t_c, t_w, k0, k1, k2)
+                    remember(q_tail, t_w, q0, q1, q2)
+                    remember(k_tail, t_w, k0, k1, k2)
             if w >= 0:
                 out *= tl.rsqrt(tl.sum(out * out) / V + eps) * tl.load(norm + e).to(tl.float32)
                 out *= tl.sigmoid(tl.load(out_gate + row * z_r + w * z_w + head * z_h + e).to(tl.float32))
@@ -137,7 +143,7 @@ def decode_kernel(
                 vc = 2 * H * K + head * V + e
                 tl.store(to + vc, tl.load(xp + vc))
                 z = tl.load(gate + row * g_r + w * g_w + head * g_h + c)
-                tl.store(past_gate + slot * pg_n + (w - 1) * pg_w + head * K + c, z)
+                tl.store(past_gate + kept * pg_n + (w - 1) * pg_w + head * K + c, z)
                 tl.store(
-                    past_beta + slot * pb_n + (w - 1) * pb_w + head, tl.load(beta + row * b_r + w * b_w + head * b_h)
+                    past_beta + kept * pb_n + (w - 1) * pb_w + head, tl.load(beta + row * b_r + w * b_w + head * b_h)
                 )

@@ -31,7 +31,11 @@ INPUTS |= dict.fromkeys(["A_log", "dt_bias", "dA_part", "dbias_part"], FP32)
 INPUTS |= dict.fromkeys(["chunks", "runs", "pieces", "walks", "merges"], INT)
 STATES = dict.fromkeys(["initial", "final", "carry", "transfer", "exports", "dfinal", "dstate", "dexports"], FP32)
 STEP = dict.fromkeys(["x", "gate", "beta", "out_gate", "o", "past_x", "past_gate", "past_beta"], BF16)
-STEP |= dict.fromkeys(["conv", "A_log", "dt_bias", "norm", "state", "tail"], FP32) | {"slots": INT, "accepted": INT}
+STEP |= dict.fromkeys(["conv", "A_log", "dt_bias", "norm", "state", "tail"], FP32) | {
+    "slots": INT,
+    "accepted": INT,
+    "rows": INT,
+}
 TYPES = FACTORS | INPUTS | STATES | FLOATS
 
 
@@ -41,7 +45,7 @@ def build(
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     # Pointers and strides of real tensors are multiples of 16; those of beta and the tail are not.
-    odd = {"b_h", "first", "c_t", "t_w", "t_c", "slot_r"}
+    odd = {"b_h", "first", "c_t", "t_w", "t_c", "slot_r", "row_r"}
     aligned = [n for n in names if signature[n] != "constexpr" and n not in odd and not signature[n].startswith("fp")]
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     make = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource

@@ -91,3 +91,34 @@ def test_bad_input_is_named() -> None:
         decode(*x, slots=torch.tensor([0, 1]), **weights, **store)
     with pytest.raises(ValueError, match="gate must be"):
         decode(x[0], x[1][..., :3], *x[2:], slots=torch.tensor([0, 1]), **weights, **store)
+
+
+def test_a_tail_kept_head_by_head_and_drafts_in_rows_of_their_own() -> None:
+    """Pages keep [state | tail] of each head together, and drafts lie by request, not by page."""
+    torch.manual_seed(3)
+    heads, dim = 3, 8
+    channels = 3 * heads * dim
+    weights = {
+        "conv_weight": torch.randn(channels, 4, dtype=torch.float64),
+        "A_log": torch.rand(heads, dtype=torch.float64),
+        "dt_bias": torch.rand(heads, dim, dtype=torch.float64),
+        "norm_weight": torch.rand(dim, dtype=torch.float64),
+        "lower_bound": -5.0,
+        "slots": torch.tensor([4, 1]),
+    }
+    state = torch.randn(6, heads, dim, dim, dtype=torch.float64)
+    tail = torch.randn(6, channels, 3, dtype=torch.float64)
+    paged = tail.view(6, 3, heads, dim, 3).transpose(1, 2).contiguous().transpose(1, 2)
+    outs = []
+    for by_head in (False, True):
+        torch.manual_seed(4)
+        shapes = ((channels,), (heads, dim), (heads,), (heads, dim))
+        x = [torch.randn(2, 3, *shape, dtype=torch.float64) for shape in shapes]
+        store = {"state": state.clone(), "tail": paged.clone() if by_head else tail.clone()}
+        drafts = Drafts.empty(2 if by_head else 6, 2, *x[:3])
+        rows = torch.tensor([1, 0]) if by_head else None
+        for accepted in ([0, 0], [2, 1]):
+            outs.append(decode(*x, drafts=drafts, accepted=torch.tensor(accepted), rows=rows, **weights, **store))
+        outs += [store["state"], store["tail"].flatten(1, -2)]
+    for flat, by_head in zip(outs[:4], outs[4:]):
+        assert torch.equal(flat, by_head)
