@@ -1,6 +1,8 @@
 """What exists, in SQLite: sandboxes with their state, snapshot and template names. Survives kill -9 of any process."""
 
+import contextlib
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -9,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from perilune.sandbox.errors import NotFound
+from perilune.sandbox.errors import DiskFull, NotFound, SandboxError
 from perilune.sandbox.vmm.driver import Rates, Shape
 
 
@@ -82,6 +84,7 @@ def parse(text: str) -> Record:
     return Record(**body)
 
 
+_RESERVE = 1 << 20  # bytes
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sandboxes (id TEXT PRIMARY KEY, phase TEXT, created REAL, data TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS names (name TEXT PRIMARY KEY, snapshot TEXT NOT NULL, sandbox TEXT, created REAL);
@@ -89,19 +92,38 @@ CREATE TABLE IF NOT EXISTS kept (snapshot TEXT PRIMARY KEY, kind TEXT NOT NULL, 
 """
 
 
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        kind = DiskFull if "full" in str(error) else SandboxError
+        raise kind(f"the catalogue cannot be written: {error}") from None
+
+
 class Catalogue:
-    """Thread-safe; several processes may open the same file."""
+    """Thread-safe; several processes may open the same file. Some room is set aside, given up when the disk is full:
+    there sandboxes must still come to an end."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.RLock()
+        self._reserve = path.with_suffix(".reserve")
+        with contextlib.suppress(OSError), self._reserve.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _RESERVE)
         self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.executescript(_SCHEMA)
 
     def _rows(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        with self._lock:
-            return self._db.execute(query, values).fetchall()
+        with self._lock, _failures():
+            try:
+                return self._db.execute(query, values).fetchall()
+            except sqlite3.OperationalError:
+                if not self._reserve.exists():
+                    raise
+                self._reserve.unlink()
+                return self._db.execute(query, values).fetchall()
 
     def put(self, record: Record) -> None:
         """Insert or replace."""
@@ -130,22 +152,29 @@ class Catalogue:
     def keep(self, snapshot: str, kind: str, sandbox: str, names: list[str]) -> None:
         """A template or a snapshot the user asked for; a name moves to the newest that claims it."""
         now = time.time()
-        with self._lock:
-            self._db.execute("BEGIN")
-            self._db.execute("INSERT OR REPLACE INTO kept VALUES (?,?,?,?)", (snapshot, kind, sandbox, now))
+        with self._transaction():
+            self._rows("INSERT OR REPLACE INTO kept VALUES (?,?,?,?)", snapshot, kind, sandbox, now)
             for name in names:
-                self._db.execute("INSERT OR REPLACE INTO names VALUES (?,?,?,?)", (name, snapshot, sandbox, now))
-            self._db.execute("COMMIT")
+                self._rows("INSERT OR REPLACE INTO names VALUES (?,?,?,?)", name, snapshot, sandbox, now)
 
     def unkeep(self, snapshot: str) -> bool:
         """Forget it and its names; False when it was not kept."""
-        known = bool(self._rows("SELECT 1 FROM kept WHERE snapshot=?", snapshot))
-        with self._lock:
-            self._db.execute("BEGIN")
-            self._db.execute("DELETE FROM kept WHERE snapshot=?", (snapshot,))
-            self._db.execute("DELETE FROM names WHERE snapshot=?", (snapshot,))
-            self._db.execute("COMMIT")
+        with self._transaction():
+            known = bool(self._rows("DELETE FROM kept WHERE snapshot=? RETURNING 1", snapshot))
+            self._rows("DELETE FROM names WHERE snapshot=?", snapshot)
         return known
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock:
+            self._rows("BEGIN")
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(SandboxError):  # a full disk has rolled back by itself
+                    self._rows("ROLLBACK")
+                raise
+            self._rows("COMMIT")
 
     def unname(self, name: str) -> None:
         """Forget one name."""

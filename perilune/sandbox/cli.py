@@ -261,6 +261,7 @@ def serve(
     port: int = 8000,
     domain: Annotated[str, typer.Option(help="what get_host() builds names from")] = "localhost",
     internet: Annotated[bool, typer.Option(help="sandboxes get a network unless they decline")] = False,
+    warm: Annotated[int, typer.Option(help="machines to keep ready for what was used last")] = 2,
     hot: Annotated[int, typer.Option(help="loaded machines to keep for template `base`")] = 0,
     home: Home = None,
 ) -> None:
@@ -272,7 +273,7 @@ def serve(
         typer.echo(f"perilune sandbox serve: {error.name} is missing: pip install 'perilune[sandbox]'", err=True)
         raise typer.Exit(2) from None
     with _failures():
-        runtime = Runtime(home)
+        runtime = Runtime(home, warm=warm)
         keys = Keys.load(runtime.home)
         if hot:
             runtime.pool.want(runtime.resolve("base"), hot=hot)

@@ -1,12 +1,25 @@
 """Files that are there whole or not at all."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from perilune.sandbox.errors import DiskFull, SandboxError
+
+
+@contextlib.contextmanager
+def on_host(doing: str) -> Iterator[None]:
+    """An OSError of this host's files as DiskFull or SandboxError."""
+    try:
+        yield
+    except OSError as error:
+        kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else SandboxError
+        raise kind(f"{doing} failed on this host: {error.strerror}") from error
 
 
 @contextlib.contextmanager

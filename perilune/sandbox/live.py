@@ -16,7 +16,7 @@ from perilune.sandbox.agent.client import Agent, Inbox
 from perilune.sandbox.agent.wire import Command, Op, Type
 from perilune.sandbox.catalogue import Record
 from perilune.sandbox.errors import GuestError, SandboxError, SnapshotCorrupt
-from perilune.sandbox.files import remove
+from perilune.sandbox.files import on_host, remove
 from perilune.sandbox.limits import Group
 from perilune.sandbox.network import PLAN, Slot, acquire, wanted
 from perilune.sandbox.snapshot import Defaults, Snapshot, Store
@@ -36,6 +36,7 @@ class Live:
     top: Path
     group: Group
     slot: Slot | None = None
+    stalled: bool = False  # by a full host disk
 
     def plug(self, home: Path) -> str:
         """Give the guest the network that its record asks for; returns its address plan, empty for none."""
@@ -108,6 +109,8 @@ class Launcher:
 
     def spawn(self, base: Path, shape: Shape, boot: bool = False, overhead_mb: int = 160) -> Spare:
         """A QEMU on `base`; with `boot`, one that will start the guest kernel."""
+        if not base.exists():  # QEMU would make an empty one
+            raise SnapshotCorrupt(f"memory base {base.name} is missing")
         folder = self.store.run / secrets.token_hex(8)
         kernel = (self.guest.kernel, self.guest.initrd, self.guest.append) if boot else (None, None, "")
         machine = self.qemu.spawn(Plan(shape, base, folder, *kernel))
@@ -119,7 +122,8 @@ class Launcher:
     def overlay(self, below: Path) -> Path:
         """A new empty layer on `below`."""
         path = self.store.layers / f"{secrets.token_hex(8)}.qcow2"
-        disk.overlay(path, below, disk.size_of(below))
+        with on_host("a new disk layer"):
+            disk.overlay(path, below, disk.size_of(below))
         return path
 
     def load(self, spare: Spare, snapshot: Snapshot) -> Spare:
@@ -217,7 +221,8 @@ class Launcher:
         """Freeze `live` into a snapshot: disk and memory at one instant. The guest stands still afterwards unless
         `goes_on`, which gives it a new disk layer and lets it run."""
         capture = self._capture_disk if mode == "disk" else self._capture_full
-        return capture(live, identity, defaults, goes_on)
+        with on_host("the checkpoint"):
+            return capture(live, identity, defaults, goes_on)
 
     def _snapshot(self, live: Live, mode: str, identity: str, defaults: Defaults) -> Snapshot:
         record = live.record

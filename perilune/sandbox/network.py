@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import hashlib
 import ipaddress
+import json
 import os
 import socket
 import struct
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from perilune.sandbox.catalogue import Network
 from perilune.sandbox.egress import NameServer, Splicer
@@ -68,12 +69,21 @@ def wanted(network: Network) -> bool:
 
 
 def _do(*command: str, text: str = "") -> None:
+    _run(*command, text=text)
+
+
+def _run(*command: str, text: str = "") -> str:
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True)
     except FileNotFoundError:
         raise SetupMissing(f"{command[0]} is not installed: apt-get install iproute2 nftables") from None
     if done.returncode:
         raise SandboxError(f"{' '.join(command[:4])} failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _read(*command: str) -> Any:
+    return json.loads(_run(*command))
 
 
 def rules(network: Network) -> str:
@@ -118,21 +128,27 @@ table ip perilune {{
 """
 
 
+# `reach` outlives the reload of the chains: which link may reach which address of the host itself.
 _HOST_RULES = f"""
-table ip perilune_host
-delete table ip perilune_host
+table ip perilune_host {{
+  set reach {{ type ifname . ipv4_addr; }}
+  chain input {{ type filter hook input priority -10; policy accept; }}
+  chain forward {{ type filter hook forward priority -10; policy accept; }}
+  chain after {{ type nat hook postrouting priority 100; policy accept; }}
+}}
+flush chain ip perilune_host input
+flush chain ip perilune_host forward
+flush chain ip perilune_host after
 table ip perilune_host {{
   chain input {{
-    type filter hook input priority -10; policy accept;
     iifname "pl*" ct state established,related accept
+    iifname . ip daddr @reach accept
     iifname "pl*" drop
   }}
   chain forward {{
-    type filter hook forward priority -10; policy accept;
     iifname "pl*" oifname "pl*" drop
   }}
   chain after {{
-    type nat hook postrouting priority 100; policy accept;
     ip saddr {_UPLINK} oifname != "pl*" masquerade
   }}
 }}
@@ -220,9 +236,21 @@ route add default via {host}
             self._helpers.append(Splicer(listener, secure, self.permits))
 
     def apply(self, network: Network) -> None:
-        """Replace the rules at once."""
+        """Replace the rules at once. The host itself is reached only at an address that is allowed by itself, never
+        through a range."""
         self.network = network
         _do("ip", "netns", "exec", self.namespace, "nft", "-f", "-", text=rules(network))
+        self._reach([r.removesuffix("/32") for r in split(network.allow)[0] if r.endswith("/32")])
+
+    def _reach(self, addresses: list[str]) -> None:
+        """Which of the host's addresses this namespace's link may reach."""
+        link = f"pl{self.index}"
+        with _slots:
+            listed = _read("nft", "-j", "list", "set", "ip", "perilune_host", "reach")
+            held = [pair["concat"] for pair in listed["nftables"][-1]["set"].get("elem", ())]
+            lines = [f"delete element ip perilune_host reach {{ {a} . {b} }}" for a, b in held if a == link]
+            lines += [f"add element ip perilune_host reach {{ {link} . {address} }}" for address in addresses]
+            _do("nft", "-f", "-", text="\n".join(lines) + "\n")
 
     def permits(self, name: str, address: str) -> str | None:
         """Where a connection that wants `name` (and went to `address`) may go: a name to resolve, an address, None."""
@@ -234,6 +262,8 @@ route add default via {host}
 
     def close(self) -> None:
         """Remove everything."""
+        with contextlib.suppress(SandboxError):
+            self._reach([])
         for helper in self._helpers:
             helper.close()
         remove(self.namespace)

@@ -15,6 +15,8 @@ from perilune.sandbox.live import Launcher, Spare
 from perilune.sandbox.snapshot import Snapshot
 from perilune.sandbox.vmm.driver import Shape
 
+Kind = tuple[str, Shape]
+
 
 @dataclass
 class _Want:
@@ -25,12 +27,15 @@ class _Want:
 
 @dataclass
 class Pool:
-    """Spares by snapshot (hot) and by base and shape (warm)."""
+    """Spares by snapshot (hot) and by memory base and shape (warm). `follow` warm ones are kept on each of the two
+    bases that were used last, unasked."""
 
     launcher: Launcher
+    follow: int = 0
+    _recent: list[Kind] = field(default_factory=list)
     _wants: dict[str, _Want] = field(default_factory=dict)
     _hot: dict[str, deque[Spare]] = field(default_factory=lambda: defaultdict(deque))
-    _warm: dict[tuple[str, Shape], deque[Spare]] = field(default_factory=lambda: defaultdict(deque))
+    _warm: dict[Kind, deque[Spare]] = field(default_factory=lambda: defaultdict(deque))
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _closed: bool = False
@@ -39,21 +44,36 @@ class Pool:
         """From now on keep so many spares for what is made from `snapshot`."""
         with self._changed:
             self._wants[snapshot.id] = _Want(snapshot, hot, warm)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._fill, daemon=True, name="pool")
-                self._thread.start()
-            self._changed.notify_all()
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._fill, daemon=True, name="pool")
+            self._thread.start()
+        self._changed.notify_all()
 
     def take(self, snapshot: Snapshot) -> Spare:
         """A machine that holds `snapshot`'s guest, stopped: hot, else warm, else cold."""
         with self._changed:
             spare = self._pop(self._hot[snapshot.id])
             waiting = None if spare else self._pop(self._warm[snapshot.base, snapshot.shape])
-            self._changed.notify_all()
+            leaving = self._remember((snapshot.base, snapshot.shape)) if self.follow else []
+            self._begin()
+        for old in leaving:
+            old.discard()
         if spare:
             return spare
         base = self.launcher.store.memory / snapshot.base
         return self.launcher.load(waiting or self.launcher.spawn(base, snapshot.shape), snapshot)
+
+    def _remember(self, kind: Kind) -> list[Spare]:
+        """`kind` was used just now; returns the spares of the one that nobody uses any more."""
+        self._recent = [kind, *(k for k in self._recent if k != kind)]
+        for old in self._recent[2:]:
+            self._recent.remove(old)
+            if not any((w.snapshot.base, w.snapshot.shape) == old for w in self._wants.values()):
+                return list(self._warm.pop(old, ()))
+        return []
 
     @staticmethod
     def _pop(spares: deque[Spare]) -> Spare | None:
@@ -69,13 +89,18 @@ class Pool:
         with self._changed:
             return self._changed.wait_for(lambda: self._next() is None, timeout_s)
 
-    def _next(self) -> tuple[_Want, bool] | None:
+    def _next(self) -> tuple[Kind, Snapshot | None] | None:
+        """What to make: a kind, and for a hot one its snapshot."""
+        short: dict[Kind, int] = {}
         for want in self._wants.values():
+            kind = (want.snapshot.base, want.snapshot.shape)
             if len(self._hot[want.snapshot.id]) < want.hot:
-                return want, True
-            if len(self._warm[want.snapshot.base, want.snapshot.shape]) < want.warm:
-                return want, False
-        return None
+                return kind, want.snapshot
+            short[kind] = max(want.warm, short.get(kind, 0))
+        for kind in self._recent:
+            if (self.launcher.store.memory / kind[0]).exists():
+                short[kind] = max(self.follow, short.get(kind, 0))
+        return next(((kind, None) for kind, count in short.items() if len(self._warm[kind]) < count), None)
 
     def _fill(self) -> None:
         while not self._closed:
@@ -91,20 +116,18 @@ class Pool:
                 with self._changed:
                     self._changed.wait(1.0)
 
-    def _make(self, want: _Want, hot: bool) -> None:
-        snapshot = want.snapshot
-        spare = self.launcher.spawn(self.launcher.store.memory / snapshot.base, snapshot.shape)
-        if hot:
+    def _make(self, kind: Kind, snapshot: Snapshot | None) -> None:
+        spare = self.launcher.spawn(self.launcher.store.memory / kind[0], kind[1])
+        if snapshot:
             self.launcher.rehearse(self.launcher.load(spare, snapshot))
         else:
             _ = spare.machine.qmp  # connected, so that whoever takes it need not wait
+            spare.group.added()
         with self._changed:
-            if self._closed or self._wants.get(snapshot.id) is not want:
-                spare.discard()
-            elif hot:
-                self._hot[snapshot.id].append(spare)
-            else:
-                self._warm[snapshot.base, snapshot.shape].append(spare)
+            if not self._closed and (snapshot is None or snapshot.id in self._wants):
+                (self._hot[snapshot.id] if snapshot else self._warm[kind]).append(spare)
+                return
+        spare.discard()
 
     def drop(self, snapshot: str) -> None:
         """The snapshot goes: so do its spares."""
@@ -113,6 +136,15 @@ class Pool:
             spares = list(self._hot.pop(snapshot, ()))
             if want:
                 spares += self._warm.pop((want.snapshot.base, want.snapshot.shape), ())
+        for spare in spares:
+            spare.discard()
+
+    def forget(self) -> None:
+        """End the warm spares that were made unasked."""
+        with self._changed:
+            wanted = {(w.snapshot.base, w.snapshot.shape) for w in self._wants.values()}
+            spares = [s for kind in self._recent if kind not in wanted for s in self._warm.pop(kind, ())]
+            self._recent = []
         for spare in spares:
             spare.discard()
 

@@ -18,13 +18,14 @@ from perilune.sandbox.agent.client import Agent
 from perilune.sandbox.catalogue import Catalogue, Network, Phase, Record
 from perilune.sandbox.errors import (
     Conflict,
+    DiskFull,
     InvalidRequest,
     MachineLost,
     NotFound,
     SandboxError,
 )
 from perilune.sandbox.files import remove
-from perilune.sandbox.guard import Guard
+from perilune.sandbox.guard import Guard, free_mb
 from perilune.sandbox.live import Launcher, Live
 from perilune.sandbox.network import check as check_network
 from perilune.sandbox.pool import Pool
@@ -40,7 +41,9 @@ from perilune.sandbox.vmm.zygote import Zygote
 class Runtime:
     """Thread-safe. One process drives a running sandbox at a time; a dead process's sandboxes are adopted."""
 
-    def __init__(self, home: Path | None = None, guard: Guard | None = None, jail: str | None = None) -> None:
+    def __init__(
+        self, home: Path | None = None, guard: Guard | None = None, jail: str | None = None, warm: int = 0
+    ) -> None:
         self.home = (home or setup.default_home()).absolute()
         self.guest = setup.load(self.home)
         cage = qemu.jail(jail) if jail else None
@@ -54,7 +57,7 @@ class Runtime:
         self.launcher = Launcher(self.store, self.guest, driver, self.platform)
         self.catalogue = Catalogue(self.home / "catalogue.db")
         self.guard = guard or Guard()
-        self.pool = Pool(self.launcher)
+        self.pool = Pool(self.launcher, warm)
         self.lives: dict[str, Live] = {}
         self.upkeep = Upkeep(self.store, self.catalogue, self.pool, self.lock)
         self._locks: dict[str, threading.RLock] = {}
@@ -87,6 +90,8 @@ class Runtime:
         if live and live.record.phase is Phase.RUNNING:
             if live.agent.lost:
                 self._mark_lost(live)
+            elif live.stalled:
+                raise _still(identity)
             else:
                 return live
         with self.lock(identity):
@@ -373,7 +378,6 @@ class Runtime:
                 with contextlib.suppress(SandboxError, OSError):
                     live = self.launcher.adopt(record)
             record.phase = Phase.KILLED
-            self.catalogue.drop(identity)
             self._agents.pop(identity, None)
             if live:
                 live.end(NotFound(f"sandbox {identity} was killed"))
@@ -382,6 +386,7 @@ class Runtime:
                 remove(top)
             if record.snapshot:
                 remove(self.store.path(record.snapshot))
+            self.catalogue.drop(identity)  # last: on a full disk it needs the room that became free
         self._locks.pop(identity, None)
 
     # ---- timeouts ----
@@ -389,10 +394,24 @@ class Runtime:
     def _tick(self) -> None:
         while not self._closed.wait(0.25):
             now = time.time()
+            self._watch_disk()
             for live in list(self.lives.values()):
                 if live.record.phase is Phase.RUNNING and live.record.end is not None and live.record.end <= now:
                     with contextlib.suppress(SandboxError, OSError):
                         self._expire(live.record.id)
+
+    def _watch_disk(self) -> None:
+        """A guest that writes to a full host disk is stopped by QEMU, in the middle of what it does. It goes on when
+        there is room."""
+        full = free_mb(self.home) < self.guard.disk_floor_mb
+        for live in list(self.lives.values()):
+            if full or live.stalled:
+                with contextlib.suppress(SandboxError):
+                    before, live.stalled = live.stalled, live.machine.stalled()
+                    if live.stalled and not full:
+                        live.machine.run()
+                    elif live.stalled and not before:
+                        live.agent.interrupt(_still(live.record.id))
 
     def _expire(self, identity: str) -> None:
         with self.lock(identity):
@@ -454,3 +473,7 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _still(identity: str) -> DiskFull:
+    return DiskFull(f"sandbox {identity} stands still: this host's disk is full; it goes on when there is room")

@@ -161,6 +161,7 @@ class Commands:
                 if on_output:
                     on_output(name, data)
         except TimedOut:
+            _ = self._box.live  # a machine that stands still says why
             process.kill()
             raise TimedOut(f"the command did not end within {timeout:g} s and was killed: {command!r}") from None
         return process.wait()

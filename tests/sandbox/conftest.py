@@ -19,7 +19,7 @@ from perilune.sandbox.vmm.driver import Shape
 
 PROGRAMS = """
 bash ls cat echo sleep true false dd mkdir rm cp mv sync id env stat touch head tail wc date hostname
-seq yes mount umount chmod ln grep sed kill busybox ps tr od sha256sum mktemp tee sort find nproc
+openssl seq yes mount umount chmod ln grep sed kill busybox ps tr od sha256sum mktemp tee sort find nproc
 """.split()  # noqa: SIM905 - a list of 40 lines says no more
 
 

@@ -259,6 +259,15 @@ class Agent:
         for stream in list(self._streams.values()):
             stream.lose(error)
 
+    def interrupt(self, error: SandboxError) -> None:
+        """The guest stands still for who knows how long: file operations and connections end with `error`, commands go
+        on when it does."""
+        for stream in list(self._streams.values()):
+            if stream.command is None:
+                with contextlib.suppress(SandboxError):
+                    self.send(Type.CLOSE, stream.number)
+                stream.lose(error)
+
     def forget(self, number: int) -> None:
         """A stream is over."""
         self._streams.pop(number, None)

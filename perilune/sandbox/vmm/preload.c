@@ -5,7 +5,7 @@
  * without touching the file; the pages that this guest made its own are dropped all the same.
  *
  * Fork server. Half of a QEMU's start is the dynamic linker (240 thousand relocations, 4 MB of pages made private). One
- * process does that once, stops before main(), and forks a QEMU for every command line it is sent: faster, and siblings
+ * process does that once, stops before QEMU's first instruction, and forks a QEMU for every command line it is sent: faster, and siblings
  * share those pages. They share the layout of QEMU's own address space as well. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -30,7 +30,6 @@ int fallocate64(int fd, int mode, off_t offset, off_t length) { return pass("fal
 
 enum { MOST_WORDS = 512, CACHED_TID = 0x2d0 };
 typedef int program(int, char **, char **);
-static program *qemu;
 static char text[64 << 10];
 
 static ssize_t receive(int door, int *log) {
@@ -74,19 +73,16 @@ static int serve(int door, char **words) {
   }
 }
 
-static int served(int argc, char **argv, char **environment) {
-  static char *words[MOST_WORDS + 1];
-  const char *door = getenv("PERILUNE_DOOR");
-  if (!door) return qemu(argc, argv, environment);
-  int number = atoi(door);
-  unsetenv("PERILUNE_DOOR");
-  argc = serve(number, words);
-  return qemu(argc, words, environment);
-}
-
+/* Before QEMU's own constructors: one of them starts a thread, which no fork would take along. */
 int __libc_start_main(program *main, int argc, char **argv, void (*a)(void), void (*b)(void), void (*c)(void), void *end) {
+  static char *words[MOST_WORDS + 1];
   int (*real)(program *, int, char **, void (*)(void), void (*)(void), void (*)(void), void *);
   real = dlsym(RTLD_NEXT, "__libc_start_main");
-  qemu = main;
-  return real(served, argc, argv, a, b, c, end);
+  const char *door = getenv("PERILUNE_DOOR");
+  if (door) {
+    int number = atoi(door);
+    unsetenv("PERILUNE_DOOR");
+    argc = serve(number, argv = words);
+  }
+  return real(main, argc, argv, a, b, c, end);
 }

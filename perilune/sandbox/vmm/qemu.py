@@ -11,7 +11,9 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from perilune.sandbox.disk import chain
 from perilune.sandbox.errors import (
     GuestPanicked,
     GuestStopped,
@@ -31,7 +33,8 @@ PROGRAM = "qemu-system-x86_64"
 
 @dataclass(frozen=True)
 class Jail:
-    """Confinement of the QEMU process: a user of its own, empty namespaces, QEMU's seccomp filter."""
+    """Confinement of the QEMU process: a user of its own (once it has mapped its memory), empty namespaces, QEMU's
+    seccomp filter. It opens no file: it is handed descriptors."""
 
     user: str
     uid: int
@@ -88,7 +91,7 @@ class Qemu:
             f"-device virtio-balloon-{bus},free-page-reporting=on",
         ]
         if self.jail:
-            words += [f"-runas {self.jail.user}", "-sandbox on,obsolete=deny,elevateprivileges=children,spawn=deny"]
+            words += [f"-runas {self.jail.user}", "-sandbox on,obsolete=deny,spawn=deny,resourcecontrol=deny"]
         command = " ".join(words).split()
         if plan.kernel:
             boot = ["-kernel", str(plan.kernel), "-append", plan.append]
@@ -103,7 +106,9 @@ class Qemu:
         command = self.command(plan) + (["-S"] if plan.kernel else [])
         assert self.zygote is not None
         child = Child(self.zygote.spawn(command, plan.folder / "qemu.log", self.jail is not None))
-        return QemuMachine(child, plan.folder, State.STOPPED if plan.kernel else State.WAITING)
+        machine = QemuMachine(child, plan.folder, State.STOPPED if plan.kernel else State.WAITING)
+        machine._jailed = self.jail is not None
+        return machine
 
 
 class QemuMachine:
@@ -112,6 +117,7 @@ class QemuMachine:
     def __init__(self, child: Child, folder: Path, state: State, disk_node: str = "empty") -> None:
         self._child, self._folder, self._state, self._node = child, folder, state, disk_node
         self._qmp: Qmp | None = None
+        self._jailed = False
         self.pid = child.pid
         self.agent_socket = folder / "agent"
 
@@ -123,6 +129,7 @@ class QemuMachine:
             running = machine.qmp("query-status")["running"]
             nodes = {n["node-name"]: n for n in machine.qmp("query-named-block-nodes")}
             machine._node = next((n for n in nodes if n.startswith("top") and _is_top(n, nodes)), "empty")
+        machine._jailed = Path(f"/proc/{pid}").stat().st_uid != os.geteuid()
         machine._state = State.RUNNING if running else State.STOPPED
         return machine
 
@@ -153,10 +160,43 @@ class QemuMachine:
         """Open a qcow2 image (and what it stands on) behind the guest's disk."""
         node = f"top{time.monotonic_ns()}"
         with self._failures():
-            self.qmp.send("blockdev-add", _qcow2(node, path))
+            self.qmp.send("blockdev-add", {**self._qcow2(node, path), **self._below(path)})
             disk = {"driver": "throttle", "node-name": "disk", "throttle-group": "io", "file": node}
             self.qmp("blockdev-reopen", options=[disk])
         self._node = node
+
+    def _name(self, path: Path, *modes: int) -> str:
+        """A name by which QEMU can open `path` in these modes."""
+        if not self._jailed:
+            return str(path)
+        group: dict[str, Any] = {}
+        for mode in modes:
+            fd = os.open(path, mode)
+            try:
+                group = {"fdset-id": self.qmp.send("add-fd", group, fd)["fdset-id"]}
+            finally:
+                os.close(fd)
+        return f"/dev/fdset/{group['fdset-id']}"
+
+    def _qcow2(self, node: str, path: Path) -> dict[str, Any]:
+        # no-flush: a guest's fsync reaches the host's page cache, which a killed QEMU survives; sealed layers are
+        # synced to the device by the store. Waiting for the device on every fsync would buy nothing: a running guest's
+        # memory dies with the host anyway.
+        cache = {"no-flush": True, "direct": False}
+        name = self._name(path, os.O_RDWR, os.O_RDONLY)
+        file = {"driver": "file", "filename": name, "locking": "off"}
+        return {"driver": "qcow2", "node-name": node, "cache": cache, "discard": "unmap", "file": file}
+
+    def _below(self, path: Path) -> dict[str, Any]:
+        """What `path` stands on. Elsewhere than in a jail QEMU finds it by the image's header."""
+        if not self._jailed:
+            return {}
+        node: dict[str, Any] = {}
+        for layer in reversed(chain(path)[1:]):
+            file = {"driver": "file", "filename": self._name(layer, os.O_RDONLY), "locking": "off"}
+            driver = "raw" if layer.suffix == ".raw" else "qcow2"
+            node = {"backing": {"driver": driver, "read-only": True, "file": file, **node}}
+        return node
 
     def attach_network(self, tap: int) -> None:
         """Join the guest's card and a tap device through QEMU's hub."""
@@ -185,7 +225,8 @@ class QemuMachine:
     def save(self, state: Path) -> None:
         """Device state out (a few tens of KB)."""
         with self._failures():
-            self.qmp("xen-save-devices-state", filename=str(state), live=False)
+            state.touch()
+            self.qmp("xen-save-devices-state", filename=self._name(state, os.O_WRONLY), live=False)
 
     def run(self) -> None:
         """STOPPED to RUNNING."""
@@ -203,9 +244,14 @@ class QemuMachine:
         """The image so far never changes again; `overlay` (an empty qcow2 on it) takes the writes."""
         node = f"top{time.monotonic_ns()}"
         with self._failures():
-            self.qmp.send("blockdev-add", {**_qcow2(node, overlay), "backing": None})
+            self.qmp.send("blockdev-add", {**self._qcow2(node, overlay), "backing": None})
             self.qmp("blockdev-snapshot", node=self._node, overlay=node)
         self._node = node
+
+    def stalled(self) -> bool:
+        """Whether QEMU stopped the guest because its disk image could not grow."""
+        with self._failures():
+            return bool(self.qmp("query-status")["status"] == "io-error")
 
     def set_rates(self, bytes_per_second: int, operations_per_second: int) -> None:
         """Change the disk's limits of a machine that was spawned ahead; 0 means none."""
@@ -252,15 +298,6 @@ class QemuMachine:
         code = self._child.code
         how = "ended" if code is None else f"was killed by signal {-code}" if code < 0 else f"failed with status {code}"
         return VmmDied(f"QEMU {how}. {self.log()[-300:]}".strip())
-
-
-def _qcow2(node: str, path: Path) -> dict[str, object]:
-    # no-flush: a guest's fsync reaches the host's page cache, which a killed QEMU survives; sealed layers are synced to
-    # the device by the store. Waiting for the device on every fsync would buy nothing: a running guest's memory dies
-    # with the host anyway.
-    cache = {"no-flush": True, "direct": False}
-    file = {"driver": "file", "filename": str(path), "locking": "off"}
-    return {"driver": "qcow2", "node-name": node, "cache": cache, "discard": "unmap", "file": file}
 
 
 def _is_top(name: str, nodes: dict[str, dict]) -> bool:  # type: ignore[type-arg]

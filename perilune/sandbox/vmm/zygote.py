@@ -1,4 +1,4 @@
-"""A QEMU that has been linked and stopped before main(), from which every machine's QEMU is forked (preload.c)."""
+"""A QEMU that was linked and stopped before its first instruction: every machine's is forked from it (preload.c)."""
 
 import array
 import os

@@ -1,0 +1,229 @@
+"""What a machine is asked for beyond the usual day: more CPUs, a jail, ready-made spares, a host whose disk fills."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from perilune.sandbox import Guard, Network, Runtime, Sandbox, SandboxError, Shape
+from perilune.sandbox.catalogue import Phase
+from perilune.sandbox.errors import DiskFull
+from perilune.sandbox.template import add_template
+
+
+def test_two_cpus_survive_a_pause(runtime: Runtime, root_image: Path) -> None:
+    add_template(runtime, root_image, ["pair"], Shape(2, 256, 512))
+    with Sandbox.create("pair", runtime=runtime) as box:
+        spin = "for i in 1 2; do (while :; do :; done) & done; sleep 0.5; nproc; kill $(jobs -p)"
+        assert box.commands.run(spin).stdout == "2\n"
+        box.pause()
+        box.resume()
+        assert box.commands.run(spin).stdout == "2\n"
+        (child,) = box.fork()
+        assert isinstance(child, Sandbox) and child.commands.run("nproc").stdout == "2\n"
+        child.kill()
+    runtime.delete_snapshot("pair")
+
+
+def test_traffic_wakes_a_paused_sandbox_that_wants_it(runtime: Runtime) -> None:
+    with Sandbox.create(runtime=runtime, auto_resume=True) as box:
+        box.files.write("/dev/shm/kept", "in memory")
+        box.pause()
+        assert box.record.phase is Phase.PAUSED
+        assert box.files.read_text("/dev/shm/kept") == "in memory"
+        assert box.record.phase is Phase.RUNNING
+
+
+def test_spares_are_used_and_made_again(runtime: Runtime) -> None:
+    template = runtime.resolve("base")
+    runtime.pool.want(template, hot=1, warm=1)
+    assert runtime.pool.ready()
+    spares = {path.name for path in runtime.store.run.iterdir()}
+    assert len(spares) == 2
+    with Sandbox.create(runtime=runtime) as hot, Sandbox.create(runtime=runtime) as warm:
+        assert {hot.record.folder, warm.record.folder} == spares
+        ids = [box.commands.run("hostname; od -An -N8 -tx1 /dev/urandom").stdout for box in (hot, warm)]
+        assert ids[0].startswith(hot.id) and len({i.split("\n")[1] for i in ids}) == 2
+        warm.pause()
+        assert runtime.pool.ready()
+        spares = {path.name for path in runtime.store.run.iterdir()}
+        warm.resume()
+        assert warm.record.folder in spares
+    runtime.pool.drop(template.id)
+    assert list(runtime.store.run.iterdir()) == []
+    runtime.pool.follow = 1
+    try:
+        Sandbox.create(runtime=runtime).kill()
+        assert runtime.pool.ready()
+        (spare,) = runtime.store.run.iterdir()
+        with Sandbox.create(runtime=runtime) as box:
+            assert box.record.folder == spare.name
+    finally:
+        runtime.pool.follow = 0
+        runtime.pool.forget()
+    assert list(runtime.store.run.iterdir()) == []
+
+
+def _certificate(folder: Path) -> None:
+    """Of "box", valid from half an hour from now for two hours."""
+    when = [time.strftime("%y%m%d%H%M%SZ", time.gmtime(time.time() + seconds)) for seconds in (1800, 9000)]
+    (folder / "ca.cnf").write_text(
+        "[ca]\ndefault_ca=d\n[d]\ndatabase=index\nserial=serial\nnew_certs_dir=.\ndefault_md=sha256\npolicy=p\n"
+        "[p]\ncommonName=supplied\n"
+    )
+    (folder / "index").touch()
+    (folder / "serial").write_text("01")
+    (folder / "req.cnf").write_text("[req]\ndistinguished_name=d\n[d]\n")
+    request = [
+        "req",
+        "-config",
+        "req.cnf",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        "key",
+        "-out",
+        "csr",
+        "-subj",
+        "/CN=box",
+    ]
+    sign = ["ca", "-batch", "-config", "ca.cnf", "-selfsign", "-keyfile", "key", "-in", "csr", "-out", "cert"]
+    for command in (request, [*sign, "-startdate", when[0], "-enddate", when[1]]):
+        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_certificate_is_judged_by_the_right_time_after_a_pause(
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is not installed on this host")
+    _certificate(tmp_path)
+    with Sandbox.create(runtime=runtime) as box:
+        if not box.files.exists("/bin/openssl"):
+            pytest.skip("the tiny image has no openssl")
+        for name in ("key", "cert"):
+            box.copy_in(tmp_path / name, f"/root/{name}")
+        serve = ["openssl", "s_server", "-quiet", "-accept", "4433", "-key", "/root/key", "-cert", "/root/cert"]
+        box.commands.start(serve)
+        call = "for i in 1 2 3 4 5; do echo | openssl s_client -connect 127.0.0.1:4433 -CAfile /root/cert \
+            -verify_return_error 2>&1 | grep -m1 'Verify return code\\|verify error' && break; sleep 0.5; done"
+        assert "not yet valid" in box.commands.run(call).stdout
+        box.pause()
+        real = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: real() + 3600 * 10**9)
+        box.resume()
+        assert "Verify return code: 0 (ok)" in box.commands.run(call).stdout
+
+
+@pytest.fixture
+def small_home(runtime: Runtime) -> Iterator[Path]:
+    """A home on a file system of 300 MB, away from where pytest removes folders."""
+    folder = Path(tempfile.mkdtemp(prefix="perilune-", dir="/var/tmp"))
+    disk, place = folder / "disk", folder / "home"
+    with disk.open("wb") as file:
+        file.truncate(300 << 20)
+    subprocess.run(["mke2fs", "-q", "-F", "-m", "0", "-t", "ext4", str(disk)], check=True, capture_output=True)
+    place.mkdir()
+    if subprocess.run(["mount", "-o", "loop", str(disk), str(place)], capture_output=True).returncode:
+        pytest.skip("this host has no loop devices")
+    shutil.copytree(runtime.home / "guest", place / "guest")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+    shutil.rmtree(folder)
+
+
+def test_a_full_disk_stops_the_guest_until_there_is_room(small_home: Path, root_image: Path) -> None:
+    from perilune.sandbox import setup
+
+    setup.build(small_home, small_home / "guest" / setup.load(small_home).kernel.name)
+    with Runtime(small_home, Guard(disk_floor_mb=8)) as runtime:
+        subprocess.run(["cp", "--sparse=always", str(root_image), str(small_home / "root.raw")], check=True)
+        add_template(runtime, small_home / "root.raw", ["base"], Shape(1, 256, 512))
+        with Sandbox.create(runtime=runtime) as box, Sandbox.create(runtime=runtime) as neighbour:
+            room = os.statvfs(small_home)
+            ballast = small_home / "ballast"
+            with ballast.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize - (12 << 20))
+            writer = box.commands.start("dd if=/dev/zero of=/root/fill bs=1M count=60; sync; echo written")
+            with pytest.raises(DiskFull, match="stands still"):
+                for _ in range(200):
+                    box.files.exists("/root/fill")
+                    time.sleep(0.1)
+            with pytest.raises(DiskFull):
+                neighbour.pause()
+            assert neighbour.commands.run("echo unharmed").stdout == "unharmed\n"
+            ballast.unlink()
+            assert writer.wait(60).stdout == "written\n"
+            assert box.files.stat("/root/fill").size == 60 << 20
+            box.pause()
+            box.resume()
+            assert box.files.stat("/root/fill").size == 60 << 20
+
+
+def test_the_host_is_reached_only_at_an_address_that_is_allowed(runtime: Runtime) -> None:
+    if not Path("/dev/net/tun").exists():
+        pytest.skip("no /dev/net/tun on this host")
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("0.0.0.0", 0)))
+        port, address = listener.getsockname()[1], _own_address()
+        threading.Thread(target=_greet, args=(listener,), daemon=True).start()
+        ask = f"exec 3<>/dev/tcp/{address}/{port} && cat <&3"
+        try:
+            box = stack.enter_context(Sandbox.create(runtime=runtime, network=Network(True, [f"{address}/24"])))
+        except SandboxError as error:
+            pytest.skip(f"no network namespaces on this host: {error}")
+        process = box.commands.start(ask)
+        with pytest.raises(SandboxError):  # a range does not open the host itself
+            process.wait(2)
+        process.kill()
+        runtime.set_network(box.id, Network(True, [address]))
+        assert box.commands.run(ask, timeout=20).stdout == "hello"
+        runtime.set_network(box.id, Network(True))
+        process = box.commands.start(ask)
+        with pytest.raises(SandboxError):
+            process.wait(2)
+        other = stack.enter_context(Sandbox.create(runtime=runtime, network=Network(True)))
+        process = other.commands.start(ask)
+        with pytest.raises(SandboxError):
+            process.wait(2)
+
+
+def _own_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this host has no address of its own")
+        return str(probe.getsockname()[0])
+
+
+def _greet(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            client, _ = listener.accept()
+            with client:
+                client.sendall(b"hello")
+
+
+def test_a_jailed_machine_lives_and_owns_little(home: Path, runtime: Runtime) -> None:
+    assert runtime.home == home
+    with Runtime(home, Guard(disk_floor_mb=64), jail="nobody") as jailed, Sandbox.create(runtime=jailed) as box:
+        status = Path(f"/proc/{box.live.machine.pid}/status").read_text()
+        assert "Uid:\t65534" in status and "Seccomp:\t2" in status and "CapEff:\t0000000000000000" in status
+        ours, its = (os.readlink(f"/proc/{pid}/ns/net") for pid in ("self", box.live.machine.pid))  # noqa: PTH115
+        assert ours != its
+        box.files.write("/root/x", "kept")
+        box.pause()
+        box.resume()
+        (child,) = box.fork()
+        assert isinstance(child, Sandbox) and child.files.read_text("/root/x") == "kept"
+        child.kill()
