@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,8 +29,6 @@ from perilune.ops.mx import pack_mxfp4, unpack_mxfp4
 from perilune.ops.router import route
 from perilune.ops.situ import situ_glu
 from perilune.tokenizer import Tokenizer
-
-NOT_YET = {"tiny-vision": "vision", "image-processing": "vision"}
 
 
 @dataclass(frozen=True)
@@ -269,8 +268,8 @@ def _logits(logits: Tensor | None) -> Tensor:
 
 
 def check_xtml(path: Path, tally: Tally) -> None:
-    """Requests rendered to text and ids, refusals, completions parsed. Needs the tokenizer family beside it."""
-    tokenizer = Tokenizer.load(path.parent / "tokenizer")
+    """Requests rendered to text and ids, refusals, completions parsed. Needs a tokenizer in it or beside it."""
+    tokenizer = Tokenizer.load(_tokenizer_near(path))
     for name, case in json.loads((path / "render.json").read_text()).items():
         if name.startswith("error_"):
             tally.equal(_refused(case), name)
@@ -287,6 +286,13 @@ def check_xtml(path: Path, tally: Tally) -> None:
         tally.equal(same, f"parse {name}")
 
 
+def _tokenizer_near(path: Path) -> Path:
+    for place in (path, *sorted(p for p in path.resolve().parent.iterdir() if p.is_dir())):
+        if (place / "tiktoken.model").is_file():
+            return place
+    raise FileNotFoundError(f"no tiktoken.model in {path} or beside it")
+
+
 def _refused(case: dict[str, Any]) -> bool:
     try:
         render(read_request(case["request"]), case.get("image_prompts"))
@@ -295,18 +301,43 @@ def _refused(case: dict[str, Any]) -> bool:
     return False
 
 
-FAMILIES: dict[str, Callable[[Path, Tally], None]] = {
-    "kda-ops": check_kda,
-    "attnres": check_attnres,
-    "moe-router": check_router,
-    "situ": check_situ,
-    "mxfp4": check_mxfp4,
-    "tokenizer": check_tokenizer,
-    "xtml": check_xtml,
-    "tiny-text": check_text,
-    "tiny-text-mxfp4": check_text,
-    "tiny-kimi-linear": check_text,
+# What the tensors of a cases.safetensors are called (after "CASE.") tells its kind.
+KINDS: dict[str, tuple[frozenset[str], Callable[[Path, Tally], None]]] = {
+    "KDA": (frozenset({"q", "k", "v", "g_raw", "beta_raw"}), check_kda),
+    "AttnRes": (frozenset({"partial", "proj", "norm", "out"}), check_attnres),
+    "router": (frozenset({"x", "weight", "idx", "w"}), check_router),
+    "SiTU": (frozenset({"gate", "up", "out"}), check_situ),
+    "MXFP4": (frozenset({"packed", "scale"}), check_mxfp4),
 }
+
+
+def kind_of(family: Path) -> Callable[[Path, Tally], None] | str:
+    """The check for a directory, from what is in it and never from its name; or why there is none."""
+
+    def has(*names: str) -> bool:
+        return all((family / name).is_file() for name in names)
+
+    if has("config.json"):
+        if not has("io.safetensors"):
+            return check_checkpoint
+        return "not yet (vision)" if "pixel_values" in _parts(family / "io.safetensors") else check_text
+    if has("render.json", "parse.json"):
+        return check_xtml
+    if has("tiktoken.model", "cases.json"):
+        return check_tokenizer
+    if has("cases.json") and any(family.glob("*.png")):
+        return "not yet (vision)"
+    if has("cases.safetensors"):
+        parts = _parts(family / "cases.safetensors")
+        for tensors, run in KINDS.values():
+            if tensors <= parts:
+                return run
+    return "no check knows this family"
+
+
+def _parts(path: Path) -> set[str]:
+    with safe_open(path, "pt") as file:
+        return {name.rpartition(".")[2] for name in file.keys()}  # noqa: SIM118
 
 
 def check(path: Path) -> Iterator[Result | str]:
@@ -325,17 +356,12 @@ def check(path: Path) -> Iterator[Result | str]:
 
 
 def _check_one(family: Path) -> Result | str:
-    name = family.resolve().name
-    if name in NOT_YET:
-        return f"{name}: not yet ({NOT_YET[name]})"
-    run = FAMILIES.get(name)
-    if run is None and (family / "config.json").is_file():
-        run = check_text if (family / "io.safetensors").is_file() else check_checkpoint
-    if run is None:
-        return f"{name}: no check knows this family"
-    tally = Tally()
+    name, tally = family.resolve().name, Tally()
     try:
+        run = kind_of(family)
+        if isinstance(run, str):
+            return f"{name}: {run}"
         run(family, tally)
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
+    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
         return Result(name, tally.cases, math.inf, math.inf, f"{type(error).__name__}: {error}")
     return tally.result(name)

@@ -248,6 +248,8 @@ def params(
     from perilune.params import show
     from perilune.stages import find_weights
 
+    if any(length < 0 for length in context or ()):
+        raise ValueError(f"--context counts tokens: {min(context or ())} is none.")
     is_place = model not in PRESETS and Path(model).exists()
     show(str(find_weights(Path(model))) if is_place else model, tuple(context or ()))
 
@@ -278,6 +280,12 @@ def check(path: Annotated[Path, typer.Argument(help="Golden vectors, one family,
         raise typer.Exit(1)
 
 
+def _shard_bytes(gigabytes: float) -> int:
+    if not 1e-9 <= gigabytes < float("inf"):
+        raise ValueError(f"--shard-gb must be more than 0 and finite, not {gigabytes:g}.")
+    return int(gigabytes * 1e9)
+
+
 @app.command("import")
 @_one_sentence
 def import_(
@@ -288,7 +296,7 @@ def import_(
     """Take a released checkpoint in, checked tensor by tensor."""
     from perilune.model.transfer import import_checkpoint
 
-    total = import_checkpoint(source, out / "weights", int(shard_gb * 1e9))
+    total = import_checkpoint(source, out / "weights", _shard_bytes(shard_gb))
     typer.echo(f"Imported {total:,} bytes into {out / 'weights'}.")
 
 
@@ -307,7 +315,7 @@ def export(
 
     if dtype not in ("BF16", "F32") or experts not in (None, "bfloat16", "mxfp4"):
         raise ValueError("--dtype is BF16 or F32, --experts is bfloat16 or mxfp4.")
-    total = convert(find_weights(where), out, dtype=dtype, experts=experts, shard_bytes=int(shard_gb * 1e9))  # type: ignore[arg-type]
+    total = convert(find_weights(where), out, dtype=dtype, experts=experts, shard_bytes=_shard_bytes(shard_gb))  # type: ignore[arg-type]
     typer.echo(f"Exported {total:,} bytes to {out}.")
 
 

@@ -57,6 +57,8 @@ class Recipe:
 def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
     """The recipe of a TOML file with `a.b=v` overrides. Raises RecipeError in one sentence naming the key."""
     recipe = build(Recipe, read(path, overrides))
+    if not recipe.stages:
+        raise RecipeError(f"stages is empty, so there is nothing to run: name some of {', '.join(_STAGES)}.")
     model_config(recipe.model)  # its keys are checked before anything runs
     return recipe
 

@@ -29,10 +29,15 @@ def open_model(where: Path, dtype: torch.dtype = torch.float32) -> tuple[K3, Tok
     return model.eval(), tokenizer
 
 
-def continuation(model: K3, tokenizer: Tokenizer, text: str, rule: Sampling) -> Iterator[str]:
-    """What follows `text`, in pieces that are whole characters."""
-    decoder = StreamDecoder(tokenizer, skip_special=True)
-    for token in generate(model, tokenizer.encode(text) or [tokenizer.eos], rule):
+def continuation(model: K3, tokenizer: Tokenizer, text: str, rule: Sampling, before: str = "") -> Iterator[str]:
+    """What follows `before` and `text`, in pieces that are whole characters.
+
+    Of `before` as much is kept, from its end, as leaves room for `text` and the answer.
+    """
+    decoder, ids = StreamDecoder(tokenizer, skip_special=True), tokenizer.encode(text)
+    room = max(0, model.config.max_position_embeddings - rule.max_tokens - len(ids))
+    earlier = tokenizer.encode(before)
+    for token in generate(model, earlier[max(0, len(earlier) - room) :] + ids or [tokenizer.eos], rule):
         if piece := decoder.push(token):
             yield piece
     if rest := decoder.flush():
@@ -46,6 +51,7 @@ def talk(where: Path, *, xtml: bool, seed: int | None, **sampling: Any) -> None:
     kind = "K3 chat format" if xtml else "plain continuation: it goes on with your text"
     console.print(f"{model.config.num_hidden_layers} layers, {kind}. An empty line ends.", style="dim")
     messages: list[dict[str, Any]] = []
+    so_far = ""
     while text := _read(console):
         stop = (tokenizer.end_of_msg, tokenizer.eos) if xtml else (tokenizer.eos,)
         rule = Sampling(stop=stop, seed=seed, **sampling)
@@ -53,9 +59,16 @@ def talk(where: Path, *, xtml: bool, seed: int | None, **sampling: Any) -> None:
             messages.append({"role": "user", "content": text})
             messages.append({"role": "assistant", "content": _answer(console, model, tokenizer, messages, rule)})
         else:
-            for piece in continuation(model, tokenizer, text, rule):
-                console.out(piece, end="", highlight=False)
+            so_far += text + _continued(console, continuation(model, tokenizer, text, rule, so_far)) + "\n"
         console.print()
+
+
+def _continued(console: Console, pieces: Iterator[str]) -> str:
+    said = ""
+    for piece in pieces:
+        console.out(piece, end="", highlight=False)
+        said += piece
+    return said
 
 
 def _read(console: Console) -> str:

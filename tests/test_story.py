@@ -93,6 +93,26 @@ def test_generate_and_chat(run) -> None:
     assert "K3 chat format" in perilune("chat", run, "--xtml", "--max-tokens", 6, stdin="hello\n\n")
 
 
+def test_plain_chat_goes_on_with_what_was_said(run, monkeypatch) -> None:
+    """The third line continues the first two and their answers, less what the context cannot hold."""
+    from perilune import talk
+
+    _, tokenizer = talk.open_model(run)
+    prompts: list[str] = []
+
+    def answer(_model, ids, _rule):
+        prompts.append(tokenizer.decode(ids))
+        return iter(tokenizer.encode("yes"))
+
+    monkeypatch.setattr(talk, "generate", answer)
+    perilune("chat", run, "--max-tokens", 6, stdin="one\ntwo\n" + "three " * 60 + "\n\n")
+    assert prompts[:2] == ["one", "oneyes\ntwo"]
+    assert prompts[2].startswith("oneyes\ntwoyes\nthree")
+    prompts.clear()
+    perilune("chat", run, "--max-tokens", 500, stdin="one\ntwo\n" + "three " * 60 + "\n\n")
+    assert prompts[2] == "three " * 60 or prompts[2] == ("three " * 60).strip()
+
+
 def test_report_params_check(run) -> None:
     assert perilune("report", run).strip().endswith("report.html")
     assert "2,779,931,837,184" in perilune("params", "k3")
@@ -131,10 +151,27 @@ def test_check_fails_on_a_wrong_vector(tmp_path) -> None:
     assert "1 failed: situ" in perilune("check", tmp_path, code=1)
 
 
+def test_vectors_are_known_by_content_under_any_name(tmp_path) -> None:
+    kinds = ("kda-ops", "attnres", "moe-router", "situ", "mxfp4", "tokenizer", "tiny-text-mxfp4", "tiny-vision")
+    for i, kind in enumerate((*kinds, "image-processing")):
+        (tmp_path / f"v{i}").symlink_to(golden(kind))
+    from perilune import check
+
+    found = [check.kind_of(p) for p in sorted(tmp_path.iterdir())]
+    runs = (check.check_kda, check.check_attnres, check.check_router, check.check_situ, check.check_mxfp4)
+    assert found == [*runs, check.check_tokenizer, check.check_text, "not yet (vision)", "not yet (vision)"]
+    (tmp_path / "v9").mkdir()
+    assert check.kind_of(tmp_path / "v9") == "no check knows this family"
+
+
 MISTAKES = [
     (("run", "RECIPE", "--set", "train.stepz=3"), "did you mean 'train.steps'"),
     (("run", "RECIPE", "--set", "model.num_expert=3"), "did you mean 'model.num_experts'"),
     (("run", "RECIPE", "--set", "train.steps=many"), "train.steps must be of type int"),
+    (("run", "RECIPE", "--set", "stages=[]"), "stages is empty"),
+    (("export", "RUN", "OUT", "--shard-gb", "0"), "--shard-gb must be more than 0"),
+    (("import", "RUN", "OUT", "--shard-gb", "-1"), "--shard-gb must be more than 0"),
+    (("params", "tiny", "--context", "-5"), "--context counts tokens: -5"),
     (("run", "RECIPE", "--set", "train"), "--set takes key=value"),
     (("run", "RECIPE", "--set", "stages=['pretend']"), "stages[0] must be one of"),
     (("run", "RECIPE", "--set", "model.num_experts_per_token=9"), "num_experts_per_token must lie in 1..4"),
@@ -188,3 +225,14 @@ def test_a_checkpoint_of_another_config_is_named(run, corpus, recipe) -> None:
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 2
     assert "train.lr" in result.output
+
+
+def test_a_finished_run_takes_more_steps(run, corpus, recipe, tmp_path) -> None:
+    longer = tmp_path / "longer"
+    shutil.copytree(run, longer)
+    args = ["run", recipe, "--out", longer, "--set", f'data.sources=["{corpus}"]']
+    perilune(*args, "--set", "train.steps=6", "--set", "train.sample_tokens=2")
+    steps = [json.loads(line)["step"] for line in (longer / "pretrain" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(6))
+    assert json.loads((longer / "pretrain" / "run.json").read_text())["recipe"]["train"]["steps"] == 6
+    assert "has taken 6 steps, so train.steps = 5 is behind it" in perilune(*args, "--set", "train.steps=5", code=2)

@@ -25,7 +25,7 @@ SHARD_BYTES = 5 * 10**9
 _OF_A_CHECKPOINT = (".safetensors", ".json", ".model")  # shards, index and config; the tokenizer beside them
 
 
-class CheckpointError(ValueError):
+class WeightsError(ValueError):
     """A checkpoint that cannot be read or does not fit; the message is one sentence naming file or tensor."""
 
 
@@ -44,13 +44,13 @@ class Stored:
 
 
 def shard_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory, in order. Raises CheckpointError if one is missing."""
+    """The safetensors files of a checkpoint directory, in order. Raises WeightsError if one is missing."""
     index = directory / INDEX
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index} is not a safetensors index: {error}.") from error
+            raise WeightsError(f"{index} is not a safetensors index: {error}.") from error
         files = [directory / name for name in names]
     elif (directory / "model.safetensors").is_file():
         files = [directory / "model.safetensors"]
@@ -58,9 +58,9 @@ def shard_files(directory: Path) -> list[Path]:
         files = sorted(directory.glob("*.safetensors"))
     missing = [f.name for f in files if not f.is_file()]
     if missing:
-        raise CheckpointError(f"{directory} lacks the shard {missing[0]} that its index names.")
+        raise WeightsError(f"{directory} lacks the shard {missing[0]} that its index names.")
     if not files:
-        raise CheckpointError(f"{directory} holds no *.safetensors file.")
+        raise WeightsError(f"{directory} holds no *.safetensors file.")
     return files
 
 
@@ -87,7 +87,7 @@ def _opened(path: Path, stamp: tuple[int, int, int]) -> Any:  # noqa: ARG001 - a
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file: {error}.") from error
+        raise WeightsError(f"{path} is not a readable safetensors file: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def write_shards(
 
     Everything goes to `<directory>.partial` first, is synced, and takes its name in one rename, so that a crash or a
     full disk leaves either the old directory or none. An older checkpoint there is replaced; anything else is not:
-    CheckpointError.
+    WeightsError.
     """
     directory = Path(directory)
     _check_target(directory)
@@ -127,12 +127,10 @@ def _check_target(directory: Path) -> None:
     if not directory.exists():
         return
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is a file; name a directory to write to.")
+        raise WeightsError(f"{directory} is a file; name a directory to write to.")
     strange = [p.name for p in sorted(directory.iterdir()) if not (p.is_file() and p.name.endswith(_OF_A_CHECKPOINT))]
     if strange:
-        raise CheckpointError(
-            f"{directory} holds {strange[0]}, which is no part of a checkpoint; name another directory."
-        )
+        raise WeightsError(f"{directory} holds {strange[0]}, which is no part of a checkpoint; name another directory.")
 
 
 def _write_all(directory: Path, entries: list[Entry], config: dict[str, Any], shard_bytes: int) -> int:

@@ -26,7 +26,7 @@ _EXPERT_MATRIX = re.compile(r"\.experts\.\d+\.w[123]\.(weight|weight_packed|weig
 def import_checkpoint(source: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> int:
     """Copy a released checkpoint directory to `target`, checked; returns its tensor bytes.
 
-    Raises ConfigError or CheckpointError in one sentence, naming the file or tensor, with nothing written.
+    Raises ConfigError or WeightsError in one sentence, naming the file or tensor, with nothing written.
     """
     return convert(source, target, dtype=None, experts=None, shard_bytes=shard_bytes)
 

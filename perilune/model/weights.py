@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perilune.config import ModelConfig
 from perilune.model.net import K3
-from perilune.model.shards import SHARD_BYTES, WIDTHS, CheckpointError, Entry, Stored, read_shards, write_shards
+from perilune.model.shards import SHARD_BYTES, WIDTHS, Entry, Stored, WeightsError, read_shards, write_shards
 from perilune.ops.mx import pack_mxfp4, unpack_mxfp4
 from perilune.release import read_config, to_json
 from perilune.tensors import Tensor as Row
@@ -71,7 +71,7 @@ def is_fp32(name: str) -> bool:
 def load(model: K3, directory: Path) -> None:
     """Fill `model` from a checkpoint directory, one tensor in memory at a time.
 
-    Raises CheckpointError naming the first tensor that is missing, unknown, repeated or misshapen; the model is then
+    Raises WeightsError naming the first tensor that is missing, unknown, repeated or misshapen; the model is then
     partly overwritten and must not be used.
     """
     rows = table(model.config)
@@ -88,19 +88,17 @@ def load(model: K3, directory: Path) -> None:
 
 
 def check(stored: Stored, rows: dict[str, Row], seen: set[str]) -> Row:
-    """The row a stored tensor belongs to, or CheckpointError: unknown, repeated, misshapen or of a wrong dtype."""
+    """The row a stored tensor belongs to, or WeightsError: unknown, repeated, misshapen or of a wrong dtype."""
     name = plain(stored.name)
     row = rows.get(name)
     if row is None:
-        raise CheckpointError(f"Tensor {stored.name} is not part of this config.")
+        raise WeightsError(f"Tensor {stored.name} is not part of this config.")
     if name in seen:
-        raise CheckpointError(f"Tensor {stored.name} appears twice.")
+        raise WeightsError(f"Tensor {stored.name} appears twice.")
     if not _fits(name, stored.shape, row.shape):
-        raise CheckpointError(
-            f"Tensor {stored.name} is {list(stored.shape)}, but the config asks for {list(row.shape)}."
-        )
+        raise WeightsError(f"Tensor {stored.name} is {list(stored.shape)}, but the config asks for {list(row.shape)}.")
     if (stored.dtype == "U8") != (row.dtype == "U8") or stored.dtype not in ("U8", *_FLOATS):
-        raise CheckpointError(f"Tensor {stored.name} is stored as {stored.dtype}, but the config asks for {row.dtype}.")
+        raise WeightsError(f"Tensor {stored.name} is stored as {stored.dtype}, but the config asks for {row.dtype}.")
     seen.add(name)
     return row
 
@@ -112,14 +110,14 @@ def _fits(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def missing_tensors(rows: dict[str, Row], seen: set[str], directory: Path | str) -> None:
-    """CheckpointError naming the first tensor nobody gave. A text-only checkpoint may omit all of vision."""
+    """WeightsError naming the first tensor nobody gave. A text-only checkpoint may omit all of vision."""
     absent = [name for name in rows if name not in seen]
     vision = [name for name in rows if is_vision(rows[name])]
     if not any(name in seen for name in vision):
         absent = [name for name in absent if name not in set(vision)]
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise CheckpointError(f"{directory} lacks the tensor {absent[0]}{more}.")
+        raise WeightsError(f"{directory} lacks the tensor {absent[0]}{more}.")
 
 
 def ours(name: str, config: ModelConfig) -> str:
@@ -163,9 +161,9 @@ def _fill(targets: dict[str, Any], config: ModelConfig, name: str, stored: Store
 def _heads(value: Tensor, target: Tensor, name: str) -> Tensor:
     value = value.flatten()
     if len(value) < len(target):
-        raise CheckpointError(f"Tensor {name} holds {len(value)} heads, but the config asks for {len(target)}.")
+        raise WeightsError(f"Tensor {name} holds {len(value)} heads, but the config asks for {len(target)}.")
     if value[len(target) :].any():
-        raise CheckpointError(f"Tensor {name} has non-zero values past its {len(target)} heads.")
+        raise WeightsError(f"Tensor {name} has non-zero values past its {len(target)} heads.")
     return value[: len(target)]
 
 

@@ -20,7 +20,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -60,11 +60,12 @@ class Checkpoint:
     def optimizer(self) -> dict[str, Tensor]:
         return load_file(self.path / "optimizer.safetensors")
 
-    def expect_recipe(self, recipe: Mapping[str, Any]) -> None:
-        """Raises CheckpointError naming the first key in which this checkpoint's recipe differs."""
+    def expect_recipe(self, recipe: Mapping[str, Any], free: Collection[str] = ()) -> None:
+        """Raises CheckpointError naming the first key in which this checkpoint's recipe differs; `free`: keys, or
+        sections, that may."""
         ours, theirs = dict(_leaves(recipe)), dict(_leaves(self.trainer.get("recipe", {})))
         for key in sorted(ours.keys() | theirs.keys()):
-            if ours.get(key) != theirs.get(key):
+            if ours.get(key) != theirs.get(key) and key not in free and key.split(".")[0] not in free:
                 raise CheckpointError(
                     f"{self.path} was trained with {key} = {theirs.get(key)!r}, this run has {ours.get(key)!r}."
                 )

@@ -51,6 +51,10 @@ from perilune.train.schedule import Schedule
 
 log = logging.getLogger("perilune.train")
 
+_LOOKS = ("eval_every", "eval_tokens", "inspect_every", "sample_prompts", "sample_tokens", "checkpoint_every", "keep")
+# What of a recipe may change between a checkpoint and its continuation: how far it goes, and what is shown or exported.
+MAY_CHANGE = ("name", "stages", "export", "train.steps", "train.wandb", *(f"train.{key}" for key in _LOOKS))
+
 
 class Trainer:
     """One pretraining run into `directory`: checkpoints/, metrics.jsonl, inspect.jsonl, run.json, then weights/.
@@ -254,14 +258,30 @@ class Trainer:
         log.info("Continuing from %s (step %d).", path.name, self.step)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Everything as it was. Raises CheckpointError or ConfigError in one sentence if it is another run's."""
-        checkpoint.expect_recipe(self.recipe)
+        """Everything as it was; more steps than it was made for stretch the schedule from here on.
+
+        Raises CheckpointError or ConfigError in one sentence if it is another run's.
+        """
+        checkpoint.expect_recipe(self.recipe, MAY_CHANGE)
         state = checkpoint.trainer
+        if state["step"] > self.options.steps:
+            raise CheckpointError(
+                f"{checkpoint.path} has taken {state['step']} steps, so train.steps = {self.options.steps} is "
+                "behind it; ask for more, or train into another directory."
+            )
         if state["data"] != self.data.fingerprint:
             raise CheckpointError(
                 f"{checkpoint.path} was trained on other data or another tokenizer (the sources have changed since); "
                 "restore them, or train into another directory."
             )
+        before = state["recipe"].get("train", {}).get("steps", self.options.steps)
+        if before != self.options.steps:
+            was, now = dataclasses.replace(self.schedule, steps=before), self.schedule
+            log.warning(
+                "This run was made for %d steps and now has %d: from step %d on the rate follows the new schedule "
+                "(%.3g, where it was %.3g).", before, self.options.steps, state["step"],
+                now(state["step"]), was(state["step"]),
+            )  # fmt: skip
         load(self.model, checkpoint.weights)
         self.optimizer.load_state_dict(checkpoint.optimizer())
         self.step, self.position = state["step"], state["position"]
@@ -283,8 +303,10 @@ class Trainer:
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         path = self.directory / "run.json"
-        if not path.exists() or self.step == 0:
-            path.write_text(json.dumps(run, indent=1) + "\n")
+        before = json.loads(path.read_text()) if path.exists() and self.step else None
+        if before is None or before["recipe"] != self.recipe:
+            started = {} if before is None else {"started": before["started"]}
+            path.write_text(json.dumps(run | started, indent=1) + "\n")
 
 
 class Records:

@@ -34,6 +34,7 @@ def batch_loss(model: K3, batch: Batch, dtype: torch.dtype, taps: Taps | None = 
     loss = linear_cross_entropy(out.hidden.to(dtype), model.lm_head.weight, targets)
     routes = dict(out.routes)
     second = torch.zeros((), device=device)
+    real = _with_second_target(batch).to(device) if mtp and model.mtp else None
     for i, layer in enumerate(model.mtp if mtp else ()):
         assert isinstance(layer, MTP)
         after = second_targets(targets, layout)
@@ -41,13 +42,19 @@ def batch_loss(model: K3, batch: Batch, dtype: torch.dtype, taps: Taps | None = 
         hidden, _, route = layer.predict(embedded, out.features, layout, taps=taps)
         second = second + linear_cross_entropy(hidden.to(dtype), model.lm_head.weight, after)
         if route is not None:
-            routes[model.config.num_hidden_layers + i] = route
+            # A position without a second target reads a made-up next token: its choice must not move the balance.
+            routes[model.config.num_hidden_layers + i] = Routing(*(part[real] for part in route))
     return Loss(loss, second, routes)
 
 
 def second_target_count(batch: Batch) -> int:
     """The MTP layer's targets in a batch, on the host."""
-    return int((second_targets(batch.targets, Layout.packed(batch.lengths)) != NO_TARGET).sum())
+    return len(_with_second_target(batch))
+
+
+def _with_second_target(batch: Batch) -> Tensor:
+    """Positions of the MTP layer's targets, found on the host: no sync with a device."""
+    return torch.nonzero(second_targets(batch.targets, Layout.packed(batch.lengths)) != NO_TARGET).flatten()
 
 
 def second_targets(targets: Tensor, layout: Layout) -> Tensor:

@@ -8,7 +8,7 @@ from golden import golden
 from safetensors.torch import load_file, save_file
 
 from perilune.config import ConfigError
-from perilune.model.shards import CheckpointError, read_shards, shard_files
+from perilune.model.shards import WeightsError, read_shards, shard_files
 from perilune.model.transfer import convert, import_checkpoint
 from perilune.model.weights import load_model
 from perilune.ops.mx import unpack_mxfp4
@@ -59,7 +59,7 @@ def test_a_misfit_writes_nothing(tmp_path) -> None:
     bad.mkdir()
     (bad / "config.json").write_text((golden("tiny-text") / "config.json").read_text())
     save_file(values, bad / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lacks the tensor model\.norm\.weight"):
+    with pytest.raises(WeightsError, match=r"lacks the tensor model\.norm\.weight"):
         import_checkpoint(bad, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="is the source itself"):

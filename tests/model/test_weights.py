@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from perilune.config import ConfigError, preset
 from perilune.model.net import K3
-from perilune.model.shards import CheckpointError, read_shards, shard_files
+from perilune.model.shards import WeightsError, read_shards, shard_files
 from perilune.model.weights import load_model, save
 from perilune.release import from_json, read_config, to_json
 from perilune.tensors import tensors
@@ -103,7 +103,7 @@ def test_misfits_are_named(checkpoint, kind: str) -> None:
     directory, values = checkpoint
     words = edit(values, kind)
     save_file(values, directory / "model.safetensors")
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(WeightsError, match=words):
         load_model(directory)
 
 
@@ -111,13 +111,13 @@ def test_damaged_files_are_named(checkpoint, tmp_path) -> None:
     directory, _ = checkpoint
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors is not a readable safetensors file"):
         load_model(directory)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors"):
+    with pytest.raises(WeightsError, match=r"holds no \*\.safetensors"):
         load_model(directory)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"lacks the shard gone\.safetensors"):
+    with pytest.raises(WeightsError, match=r"lacks the shard gone\.safetensors"):
         load_model(directory)
     with pytest.raises(ConfigError, match="does not exist"):
         load_model(tmp_path / "nowhere")

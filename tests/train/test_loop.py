@@ -16,6 +16,7 @@ from perilune.config import ModelConfig, preset
 from perilune.data import DataConfig, Prepared, prepare
 from perilune.train.checkpoint import CheckpointError
 from perilune.train.loop import Trainer
+from perilune.train.loss import batch_loss
 from perilune.train.options import TrainConfig
 
 CONFIG = preset("tiny").replace(
@@ -208,3 +209,12 @@ def _wait_for_progress(path: Path, process: subprocess.Popen) -> None:
     before = file.stat().st_size if file.exists() else 0
     while process.poll() is None and (not file.exists() or file.stat().st_size == before):
         time.sleep(0.02)
+
+
+def test_positions_without_a_second_target_do_not_move_the_mtp_balance(data, tmp_path) -> None:
+    run = trainer(data, tmp_path)
+    batch = run.batches.at(0)
+    routes = batch_loss(run.model, batch, torch.float32).routes
+    ends = sum(min(length, 2) for length in batch.lengths)  # a sequence's last two tokens have none
+    assert len(routes[5].idx) == len(routes[5].threshold) == len(batch.tokens) - ends
+    assert len(routes[4].idx) == len(batch.tokens)
