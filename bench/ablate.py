@@ -3,6 +3,7 @@
     python bench/ablate.py                                     # 16 variants x 3 seeds x 600 steps: a night on two cores
     python bench/ablate.py --steps 60 --seeds 1                # minutes; ranks only the largest gaps
     python bench/ablate.py --only baseline adamw --seeds 5     # a closer look
+    python bench/ablate.py --steps 60 --jobs 16 --threads 1    # 48 cells at once on 16 cores
 
 A seed fixes initial weights and the order of the data, so the difference to the baseline is taken seed by seed, and its
 spread is that of the pairs. Learning rates are the baseline's: a variant that wants another is at a disadvantage.
@@ -53,8 +54,10 @@ VARIANTS: dict[str, tuple[Changes, Changes, str]] = {
 }
 
 
-def run(name: str, seed: int, data: Prepared, args: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Train one cell and keep its figures; the weights are not kept."""
+    torch.set_num_threads(args.threads)
+    data = corpus(args)
     model_changes, train_changes, _ = VARIANTS[name]
     directory = args.out / f"{name}-{seed}"
     options = TrainConfig(
@@ -64,6 +67,7 @@ def run(name: str, seed: int, data: Prepared, args: argparse.Namespace) -> dict[
             "device": args.device,
             "eval_every": args.steps,
             "inspect_every": max(1, args.steps // 10),
+            "peak_flops": 1e12,  # not shown, and measuring it in many processes at once would measure them
             "sample_prompts": ("def ",),
             "keep": 1,
             **train_changes,
@@ -74,6 +78,12 @@ def run(name: str, seed: int, data: Prepared, args: argparse.Namespace) -> dict[
     for heavy in ("checkpoints", "weights"):
         shutil.rmtree(directory / heavy, ignore_errors=True)
     return figures(directory, sum(p.numel() for p in trainer.model.parameters()), trainer.active)
+
+
+def corpus(args: argparse.Namespace) -> Prepared:
+    """Tokenised by whoever comes first, read by the others."""
+    sources = {"sources": tuple(args.sources)} if args.sources else {}
+    return prepare(DataConfig(vocab_size=preset("tiny").vocab_size, **sources), None, args.out / "data")
 
 
 def config(changes: Changes, data: Prepared) -> ModelConfig:
@@ -110,7 +120,9 @@ def table(done: dict[str, Any], seeds: int) -> str:
         "| variant | held-out bpb | − baseline | MaxVio | dead | tokens/s | parameters, active* | what changes |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    rows = {name: [done[f"{name}/{seed}"] for seed in range(seeds)] for name in VARIANTS if f"{name}/0" in done}
+    rows = {
+        n: [done[f"{n}/{s}"] for s in range(seeds)] for n in VARIANTS if all(f"{n}/{s}" in done for s in range(seeds))
+    }
     base = rows.get("baseline")
     # The most harmful change last.
     for name, cells in sorted(rows.items(), key=lambda row: (row[0] != "baseline", mean(row[1], "val_bpb"))):
@@ -146,18 +158,21 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--sources", nargs="*", default=[], help="folders and files instead of the standard library")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of a cell")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at once, each a process")
     parser.add_argument("--out", type=Path, default=Path("runs/ablations"))
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
-    sources = {"sources": tuple(args.sources)} if args.sources else {}
-    data = prepare(DataConfig(vocab_size=preset("tiny").vocab_size, **sources), None, args.out / "data")
+    corpus(args)
     cells = Cells(args.out / "cells.json", {"steps": args.steps, "sources": args.sources, "device": args.device})
-    for seed in range(args.seeds):  # seed by seed, so that a run cut short has all variants
-        for name in args.only:
+    # Seed by seed, so that a run cut short has all variants.
+    wanted = {f"{name}/{seed}": (name, seed, args) for seed in range(args.seeds) for name in args.only}
+    if args.jobs > 1:
+        cells.fill(wanted, run, args.jobs, args.threads)
+    else:
+        for key, (name, seed, _) in wanted.items():
             print(f"{name}, seed {seed}", flush=True)
-            cells.get(f"{name}/{seed}", lambda name=name, seed=seed: run(name, seed, data, args))  # type: ignore[misc]
+            cells.get(key, lambda name=name, seed=seed: run(name, seed, args))  # type: ignore[misc]
     shown = {key: cell for key, cell in cells.done.items() if key.split("/")[0] in args.only}
     where = f"{describe(torch.device(args.device))}; {args.steps} steps of 4,096 tokens; {args.seeds} seed(s)"
     note = "\\* without the embedding and the head; ± is the standard deviation over seeds."

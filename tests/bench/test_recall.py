@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import math
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
@@ -69,7 +70,7 @@ def test_targets_are_the_next_scored_token(recall: ModuleType) -> None:
 def test_unlearned_layers_guess_and_a_resumed_table_reads_its_cells(recall: ModuleType) -> None:
     """A rate of zero leaves accuracy at chance; the peak of the better rate is what the table shows."""
     s = recall.Setting(32, 32, 16, 16, 4, 8, 2, 1, (0.0,))
-    args = argparse.Namespace(device="cpu", bf16=False, bound=None)
+    args = argparse.Namespace(device="cpu", bf16=False, bound=None, threads=1, limit=1e9)
     cell = recall.train("palindrome", "gdn", 0.0, 0, s, args)
     assert set(cell["accuracy"]) == {1, 2} and max(cell["accuracy"].values()) < 40
     fake = {"accuracy": {"1": 10.0, "2": 80.0}, "steps": 2}, {"accuracy": {"1": 90.0, "2": 70.0}, "steps": 2}
@@ -90,3 +91,20 @@ def test_cells_are_computed_once_and_only_for_one_setting(recall: ModuleType, tm
     assert recall.Cells(path, {"steps": 2}).get("a", lambda: pytest.fail("computed twice")) == [1.5]
     with pytest.raises(SystemExit, match=r"cells\.json holds cells of another setting"):
         recall.Cells(path, {"steps": 3})
+
+
+def test_cells_in_processes_keep_what_ends_and_name_what_fails(recall: ModuleType, tmp_path: Path, capsys) -> None:
+    """math.sqrt stands for a cell: of 9 it ends, of -1 it fails, and a kept cell is not computed again."""
+    cells = recall.Cells(tmp_path / "cells.json", {})
+    cells.get("kept/0", lambda: 5.0)
+    cells.fill({"a/0": (9.0,), "b/0": (-1.0,), "kept/0": (-1.0,)}, math.sqrt, jobs=2, threads=1)
+    assert recall.Cells(tmp_path / "cells.json", {}).done == {"kept/0": 5.0, "a/0": 3.0}
+    assert "b/0 failed" in capsys.readouterr().out
+
+
+def test_a_cell_stops_at_its_limit_with_what_it_has(recall: ModuleType) -> None:
+    s = recall.Setting(8, 16, 16, 8, 4, 2, 1000, 1000, (0.0,))
+    args = argparse.Namespace(device="cpu", bf16=False, bound=None, threads=1, limit=0.0)
+    cell = recall.train("palindrome", "kda", 0.0, 0, s, args)
+    assert set(cell["accuracy"]) == {20} and cell["steps"] == 20
+    assert recall.at(cell, 10) == recall.at(cell, 900) == recall.peak(cell)
