@@ -48,11 +48,11 @@ class Taps:
         """Over the causal pairs of each sequence, one sequence at a time (T² scores of one, never of all)."""
         if "max_logit" not in self.kinds:
             return
+        longest, lengths = max(layout.lengths), list(layout.lengths)
+        later = q.new_full((longest, longest), float("-inf")).triu_(1)
         top = q.new_full((q.shape[1],), float("-inf"))
-        for start, length in zip(layout.starts, layout.lengths):
-            if length == 0:
-                continue
-            scores = torch.einsum("qhd,khd->hqk", q[start : start + length], k[start : start + length])
-            hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
-            top = torch.maximum(top, scores.masked_fill_(hidden, float("-inf")).amax((1, 2)))
+        for q_HLD, k_HDL in zip(q.transpose(0, 1).split(lengths, 1), k.permute(1, 2, 0).split(lengths, 2)):
+            if length := q_HLD.shape[1]:
+                scores = torch.baddbmm(later[:length, :length], q_HLD, k_HDL)
+                top = torch.maximum(top, scores.flatten(1).amax(1))
         self.max_logits[layer] = top * scale

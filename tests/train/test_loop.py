@@ -78,7 +78,7 @@ def test_it_learns_and_records(whole) -> None:
     assert records[-1]["loss"] < records[0]["loss"] - 0.2
     assert records[-1]["val_bpb"] and records[5]["val_bpb"] and records[4]["val_bpb"] is None
     assert all(len(r["max_violation"]) == 5 for r in records)  # four MoE layers and the MTP layer
-    assert records[0]["max_logit"] > 0 and records[10]["max_logit"] > 0 and records[1]["max_logit"] is None
+    assert all(r["max_logit"] > 0 for r in records)
     run = json.loads((whole / "run.json").read_text())
     assert run["parameters"]["active"] < run["parameters"]["total"]
     look = json.loads((whole / "inspect.jsonl").read_text().splitlines()[-1])
@@ -215,6 +215,7 @@ def test_positions_without_a_second_target_do_not_move_the_mtp_balance(data, tmp
     run = trainer(data, tmp_path)
     batch = run.batches.at(0)
     routes = batch_loss(run.model, batch, torch.float32).routes
-    ends = sum(min(length, 2) for length in batch.lengths)  # a sequence's last two tokens have none
-    assert len(routes[5].idx) == len(routes[5].threshold) == len(batch.tokens) - ends
+    # Of a sequence's targets all but the first are somebody's second.
+    second = sum(max(0, int((t >= 0).sum()) - 1) for t in batch.targets.split(list(batch.lengths)))
+    assert len(routes[5].idx) == len(routes[5].threshold) == second < len(batch.tokens)
     assert len(routes[4].idx) == len(batch.tokens)
