@@ -7,6 +7,7 @@ Not thread safe: one thread owns it.
 
 import secrets
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,8 +42,14 @@ class _Totals:
 class Engine:
     """Continuous batching of requests over one model and one paged pool. See `request` for the words it speaks."""
 
-    def __init__(self, model: K3, options: EngineOptions | None = None) -> None:
-        """Raises ValueError for options that this model cannot be served with."""
+    def __init__(
+        self, model: K3, options: EngineOptions | None = None, agree: Callable[[Any], Any] = lambda value: value
+    ) -> None:
+        """agree: makes what was drawn the same on all ranks of a parallel engine.
+
+        Raises ValueError for options that this model cannot be served with.
+        """
+        self._agree = agree
         self.model, self.options = model, options or EngineOptions()
         weight, o = model.embed_tokens.weight, self.options
         self.device = weight.device
@@ -170,7 +177,8 @@ class Engine:
         if not ready:
             return said
         logits = self.model.lm_head(hidden[ready])
-        for at, (i, token) in enumerate(zip(ready, sample(logits, [rows[i] for i in ready]))):
+        tokens = self._agree(sample(logits, [rows[i] for i in ready]))
+        for at, (i, token) in enumerate(zip(ready, tokens)):
             kept, finish = self._append(sequences[i], [token])
             said.append(self._tell(sequences[i], kept, finish, logits[at : at + 1]))
         return said
@@ -197,12 +205,14 @@ class Engine:
         q = torch.empty(count, 0, self.model.config.vocab_size, device=self.device)
         if width > 1:
             drafts, q = self.draft.propose(sequences, width - 1, self._row)
+            drafts = self._agree(drafts)
         windows = [[s.tokens[-1], *d] for s, d in zip(sequences, drafts.tolist())]
         out = self._forward(replace(batch, sequences=sequences), windows, [s.replay for s in sequences])
         logits = self.model.lm_head(out.hidden).unflatten(0, (-1, width))
         rows = [[self._row(s, w[1 : 1 + i]) for i in range(width)] for s, w in zip(sequences, windows)]
         p = distribution(logits.flatten(0, 1), [row for some in rows for row in some]).unflatten(0, (-1, width))
-        yields = verify(p, q.to(p), drafts, [s.seed for s in sequences], [len(s.tokens) for s in sequences])
+        seeds, at = [s.seed for s in sequences], [len(s.tokens) for s in sequences]
+        yields = self._agree(verify(p, q.to(p), drafts, seeds, at))
         features = out.features.unflatten(0, (-1, width))
         for n, s in enumerate(sequences):
             barred = next((i for i, row in enumerate(rows[n]) if row.barred), width)
