@@ -54,6 +54,8 @@ def words(body: dict[str, Any], key: str) -> list[str]:
 def network(body: dict[str, Any], default: bool) -> Network:
     """From NewSandbox's `network` and `allow_internet_access` (or camel case)."""
     given = body.get("network") or {}
+    if not isinstance(given, dict):
+        raise InvalidRequest("`network` must be an object")
     access = body.get("allow_internet_access", body.get("allowInternetAccess"))
     internet = default if access is None else bool(access)
     public = given.get("allowPublicTraffic")
