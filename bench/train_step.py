@@ -1,4 +1,4 @@
-"""Tokens/s and MFU of whole training steps (forward, backward, optimiser, balancing) on random tokens.
+"""Tokens/s and MFU of whole training steps (forward, backward, optimiser) on random tokens.
 
     python bench/train_step.py mini --context 2048 --tokens 65536
     python bench/train_step.py tiny --context 256 --tokens 4096 --device cpu

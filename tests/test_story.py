@@ -1,6 +1,7 @@
 """The whole path as a user walks it: run, chat, generate, report, params, check, import, export, and every mistake."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def run(corpus, recipe, tmp_path_factory) -> Path:
     words = perilune("run", recipe, "--out", out, "--set", f'data.sources=["{corpus}"]')
     assert "perilune chat" in words
     assert "'def ' continues" in words
-    assert "Skipped 1: corpus0/broken.txt: not UTF-8." in words
+    assert re.search(r"Skipped 1: corpus\d/broken\.txt: not UTF-8\.", words)
     return out
 
 
