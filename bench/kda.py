@@ -28,8 +28,37 @@ SHAPES = {
     "T65536 H4": ([65536], 4),
     "T8192 H16": ([8192], 16),
 }
+REACH = {  # milliseconds asked for, both gate regimes
+    ("forward", "T8192 H96"): 0.70, ("forward", "T8192 H64"): 0.50, ("forward", "ragged six H96"): 0.65,
+    ("forward", "8 x 1024 H96"): 0.60, ("forward", "T65536 H4"): 0.60, ("forward", "T8192 H16"): 0.35,
+    ("forward+backward", "T8192 H96"): 4.5,
+}  # fmt: skip
 D, LOWER = 128, -5.0
 Inputs = dict[str, Tensor]
+
+
+class Report:
+    """Rows, printed and written as they come: a run that is cut short leaves what it measured."""
+
+    def __init__(self, path: Path, errors: dict) -> None:
+        self.path = path
+        self.made: dict = {
+            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "errors": errors, "rows": [],
+        }  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, row: dict) -> None:
+        row |= {
+            f"error_{peer}": e[row["gates"]]
+            for peer, e in self.made["errors"].items()
+            if peer in row and row["gates"] in e
+        }
+        if (reach := REACH.get((row["work"], row["shape"]))) is not None:
+            row["reach"] = reach
+        self.made["rows"].append(row)
+        numbers = " ".join(f"{n} {v:.4g}" for n, v in row.items() if not isinstance(v, str))
+        print(f"{row['work']:17} {row['shape']:40} {row['gates']:5} {numbers}", flush=True)
+        self.path.write_text(json.dumps(self.made, indent=1))
 
 
 def inputs(lengths: list[int], heads: int, slow: bool) -> Inputs:
@@ -78,18 +107,17 @@ def cudnn(x: Inputs, _lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def median(run: Callable[[], object], count: int) -> float:
-    """Milliseconds."""
+    """Milliseconds by the device's clock, an event around each call; the calls are queued, so the host runs ahead."""
     for _ in range(3):
         run()
-    times = []
-    for _ in range(count):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
+    for start, end in pairs:
         start.record()
         run()
         end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[count // 2]
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in pairs)[count // 2]
 
 
 def peers(wanted: list[str]) -> dict[str, Callable]:
@@ -103,7 +131,7 @@ def peers(wanted: list[str]) -> dict[str, Callable]:
             run(small, [256])
             found[name] = run
         except Exception as why:  # a peer may fail in any way; it is then left out and named
-            print(f"{name} left out: {type(why).__name__}: {str(why)[:160]}")
+            print(f"{name} left out: {type(why).__name__}: {str(why)[:160]}", flush=True)
     return found
 
 
@@ -122,8 +150,7 @@ def error_of(run: Callable, slow: bool) -> float:
     return float((o - want).norm() / want.norm())
 
 
-def forward_rows(runs: dict[str, Callable], count: int) -> list[dict]:
-    rows = []
+def forward_rows(runs: dict[str, Callable], count: int, report: Report) -> None:
     for name, (lengths, heads) in SHAPES.items():
         for slow in (False, True):
             x = inputs(lengths, heads, slow)
@@ -136,18 +163,16 @@ def forward_rows(runs: dict[str, Callable], count: int) -> list[dict]:
             with torch.no_grad():
                 kept = ours(x, lengths)
             row["workspace_bytes"] = torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in kept)
-            rows.append(row)
-            print(line(row))
-    return rows
+            row["workspace_bytes_per_token_head"] = row["workspace_bytes"] / (sum(lengths) * heads)
+            report.add(row)
 
 
 def training_step(run: Callable, x: Inputs, leaves: list[Tensor], seed: Tensor) -> Callable[[], object]:
     return lambda: torch.autograd.grad(run(x, [8192])[0], leaves, seed, allow_unused=True)
 
 
-def training_rows(runs: dict[str, Callable], count: int) -> list[dict]:
+def training_rows(runs: dict[str, Callable], count: int, report: Report) -> None:
     """Forward and backward of everything at T8192 H96. cuDNN is not run: its gradients stop at gate and norms."""
-    rows = []
     for slow in (False, True):
         x = inputs([8192], 96, slow)
         leaves = [x[n].requires_grad_() for n in ("q", "k", "v", "gate", "beta", "A_log", "dt_bias", "state")]
@@ -155,14 +180,23 @@ def training_rows(runs: dict[str, Callable], count: int) -> list[dict]:
         seed = torch.randn_like(x["v"])
         for peer in ("perilune", "fla"):
             if peer in runs:
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
                 row[peer] = median(training_step(runs[peer], x, leaves, seed), count)
-        rows.append(row)
-        print(line(row))
-    return rows
+                row[f"peak_bytes_{peer}"] = torch.cuda.max_memory_allocated() - before
+        report.add(row)
 
 
-def decode_rows(count: int) -> list[dict]:
-    rows = []
+def copy_rate(nbytes: int = 1 << 31) -> float:
+    """TB/s of a copy on this device, bytes read and written."""
+    a = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * nbytes / median(lambda: b.copy_(a), 10) / 1e9
+
+
+def decode_rows(count: int, report: Report) -> None:
+    copy = copy_rate()
+    report.made["copy_TB_per_s"] = copy
     for first in ("value", "key"):
         for requests, window in ((1, 1), (32, 1), (64, 1), (256, 1), (32, 4)):
             H, C = 96, 3 * 96 * D
@@ -188,14 +222,8 @@ def decode_rows(count: int) -> list[dict]:
             ms = median(graph.replay, count) / 4
             moved = 2 * state.nbytes / ms / 1e9
             name = f"B{requests} H96 window {window}, {first} axis contiguous"
-            rows.append({"work": "decode", "shape": name, "gates": "any", "perilune": ms, "state_TB_per_s": moved})
-            print(line(rows[-1]))
-    return rows
-
-
-def line(row: dict) -> str:
-    numbers = " ".join(f"{n} {v:.4g}" for n, v in row.items() if not isinstance(v, str))
-    return f"{row['work']:17} {row['shape']:40} {row['gates']:5} {numbers}"
+            row = {"work": "decode", "shape": name, "gates": "any", "perilune": ms, "state_TB_per_s": moved}
+            report.add(row | {"of_copy": moved / copy})
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -223,12 +251,12 @@ def main() -> None:
     args = parser.parse_args()
     runs = peers(args.peers.split(","))
     errors = {p: {g: error_of(r, g == "slow") for g in ("fast", "slow")} for p, r in runs.items()}
-    print("errors of o:", json.dumps(errors))
-    rows = forward_rows(runs, args.count) + training_rows(runs, max(5, args.count // 4)) + decode_rows(args.count)
-    args.out.mkdir(parents=True, exist_ok=True)
-    made = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "errors": errors, "rows": rows}
-    (args.out / "kda.json").write_text(json.dumps(made, indent=1))
-    plot(rows, args.out / "kda.png")
+    print("errors of o:", json.dumps(errors), flush=True)
+    report = Report(args.out / "kda.json", errors)
+    forward_rows(runs, args.count, report)
+    decode_rows(args.count, report)
+    training_rows(runs, max(5, args.count // 4), report)
+    plot(report.made["rows"], args.out / "kda.png")
 
 
 if __name__ == "__main__":

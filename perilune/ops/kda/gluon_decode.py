@@ -15,10 +15,8 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.constexpr_function
 def state_layout(key_first):
-    """[K,V] over 8 warps: key_first when K is the contiguous axis in memory."""
-    if key_first:
-        return gl.BlockedLayout([4, 4], [8, 4], [1, 8], [0, 1])
-    return gl.BlockedLayout([8, 4], [2, 16], [8, 1], [1, 0])
+    """[K,V] over 8 warps, all keys of a value in one; key_first when K is the contiguous axis in memory."""
+    return gl.BlockedLayout([4, 4], [8, 4], [1, 8], [0, 1] if key_first else [1, 0])
 
 
 @gluon.jit

@@ -1,58 +1,118 @@
 # mypy: allow-untyped-defs
 """`triton_prepare` for bounded gates on Hopper, with the data laid out by hand: same factors, a third of the time.
 
-A thread owns two channels of one 16-token block and a warp owns the block, so running sums and block borders stay in
-the thread, and rows of a tile leave as whole 128-byte lines. Pair products go to the tensor cores 16 columns at a
-time: then a level's mask is one number a row, and the sum over levels costs one multiply-add an element. The inverse
-is the doubling of `triton_prepare`: blocks of 16 in 3xTF32, merges with operands split into two bf16 (16 bits).
+A warp owns a block of 16 tokens. Its rows lie in registers as the tensor cores want them, 16 bytes an access, so
+products of a block with itself exchange nothing. Log-decays are summed where a thread holds a whole column of the
+block, relative to the block's middle m: 2^(G − m) spans 2^±58. For a pair of blocks I > J only the columns are scaled
+once more, by 2^(m_I − m_J), in the warp that owns them:
 
-Shapes: C = 64 tokens, K channels; K/16 warps.
+    A_IJ = (k·2^(G − m_I))_I · (k·2^(m_J − G)·2^(m_I − m_J))_Jᵀ
+
+A factor underflows only where the product does. The inverse doubles inside a block (X ← X + X·N·X, no powers of N),
+then merges blocks 1, 0 and 3, 2, then the halves. An accumulator is the left operand of the next product as it stands
+and the right operand of one with its transpose, so X and Xᵀ are carried together and nothing is shuffled; TF32.
+
+Shapes: C = 64 tokens in 4 blocks of 16; K channels, 64 at a time for the decays and 32 for the rest; 4 warps.
+Blocks (0,1,2,3) are also seen as (half, place): "beside" is 0 to 1 and 2 to 3, "beyond" is 0, 1 to 2 and to 3.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mma_v2,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 LOG2E = gl.constexpr(1.4426950408889634)
+NEVER = gl.constexpr(-3e38)  # a raw gate whose decay is exactly 1
 
 
 @gluon.constexpr_function
-def columns(K):
-    """[64,K]: a warp has one block of 16 tokens and 64 channels, a thread two of them."""
-    return gl.BlockedLayout([16, 2], [1, 32], [4, K // 64], [1, 0])
+def block():
+    """[4,16,n]: accumulators; a warp has one of four blocks."""
+    return gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
 
 
 @gluon.constexpr_function
-def lines(width, K):
-    """[64,width] as whole rows, 16 bytes a thread."""
-    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [K // 16, 1], [1, 0])
+def left(width):
+    return gl.DotOperandLayout(0, block(), width)
 
 
 @gluon.constexpr_function
-def accumulator(n, K):
-    return gl.NVMMADistributedLayout([3, 0], [4, K // 64], [16, n * 64 // K, 16])
+def right(width):
+    return gl.DotOperandLayout(1, block(), width)
 
 
 @gluon.constexpr_function
-def small(K):
-    return gl.NVMMADistributedLayout([2, 0], [4, 1, K // 64], [1, 16, 8])
+def columns():
+    """[4,16,64]: a thread has all 16 tokens of two channels."""
+    return gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
-def tile():
-    return gl.NVMMASharedLayout(128, 16, 2)
+def quads(width, swapped):
+    """[2,2,16,width], blocks as (half, place in it) or, swapped, (place, half), in the layout of the products."""
+    warps = [[1, 0, 0, 0], [0, 1, 0, 0]] if swapped else [[0, 1, 0, 0], [1, 0, 0, 0]]
+    t, registers = (8, [1, 2, 4]) if width == 32 else (2, [1, 8])
+    registers = [[0, 0, 0, r] for r in registers] + [[0, 0, 8, 0]]
+    lanes = [[0, 0, 0, t], [0, 0, 0, 2 * t], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [2, 2, 16, width])
+
+
+@gluon.constexpr_function
+def wide():
+    """[4,16,32]: a thread has eight channels of two rows."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0]],
+        [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 16, 32],
+    )  # fmt: skip
+
+
+@gluon.jit
+def blocks(layout: gl.constexpr):
+    n = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    return gl.expand_dims(gl.expand_dims(n, 1), 2)
+
+
+@gluon.jit
+def rows(layout: gl.constexpr):
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    return gl.expand_dims(gl.expand_dims(i, 0), 2)
+
+
+@gluon.jit
+def cols(n: gl.constexpr, layout: gl.constexpr):
+    c = gl.arange(0, n, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    return gl.expand_dims(gl.expand_dims(c, 0), 1)
 
 
 @gluon.jit
 def widen(x):
-    """bf16 to fp32 by shifting: the conversion instruction runs at a quarter of the rate."""
-    return (x.to(gl.int16, bitcast=True).to(gl.int32) << 16).to(gl.float32, bitcast=True)
+    """bf16 to fp32, two at a time: the conversion instruction runs at a quarter of the rate."""
+    return gl.inline_asm_elementwise(
+        "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def sigmoid(x):
+    return reciprocal(1.0 + gl.exp2(-LOG2E * x))
+
+
+@gluon.jit
+def beta_of(beta, block, j, stride, count):
+    """β of the columns of a tile, [4,1,16]."""
+    place = block * 16 + j
+    b = gl.load(beta + place * stride, mask=place < count, other=0.0).to(gl.float32)
+    return gl.where(place < count, sigmoid(b), 0.0)
+
+
+@gluon.jit
+def tf32(x):
+    """For the products, which drop the last 13 bits: rounded instead of cut."""
+    return (x.to(gl.int32, bitcast=True) + 4096).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -61,169 +121,159 @@ def add(a, b):
 
 
 @gluon.jit
-def sigmoid(x):
-    """1 / (1 + 2^(−x·log2 e)) by the approximate reciprocal, an ulp from the exact one."""
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + gl.exp2(-LOG2E * x)], dtype=gl.float32, is_pure=True, pack=1
-    )
+def row_of(x, i: gl.constexpr):
+    """[4,64]: row i of every block of [4,16,64] in columns layout, where it is a register."""
+    bits = gl.where(rows(columns()) == i, x.to(gl.int32, bitcast=True), 0)
+    return gl.sum(bits, 1).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def over_rows(x):
-    """[4,64], a number per block and channel, to broadcast over [4,16,64]."""
-    return gl.expand_dims(x, 1)
+def as_left(x):
+    return gl.convert_layout(x, left(2))
 
 
 @gluon.jit
-def product(rows, cols, first: gl.constexpr, K: gl.constexpr):
-    """rows [64,K] times 16 tokens' columns from `first` on: [64,16], started."""
-    zero = warpgroup_mma_init(gl.zeros((64, 16), gl.float32, accumulator(16, K)))
-    right = cols.slice(first, 16, dim=0).permute((1, 0))
-    return warpgroup_mma(rows, right, zero, use_acc=False, is_async=True)
+def as_right(x):
+    """The right operand that is the transpose of an accumulator."""
+    return gl.convert_layout(gl.permute(x, (0, 2, 1)), right(2))
 
 
 @gluon.jit
-def block_is(first: gl.constexpr, last: gl.constexpr, K: gl.constexpr):
-    """1.0 in rows of blocks first … last of a [64,16] accumulator."""
-    block = gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(16, K))) // 16
-    return gl.expand_dims(gl.where((block >= first) & (block <= last), 1.0, 0.0), 1)
+def times_t(a, b, acc):
+    """acc + a·bᵀ for accumulators [4,16,16] already rounded to TF32."""
+    return mma_v2(as_left(a), as_right(b), acc, input_precision="tf32")
 
 
 @gluon.jit
-def near_pairs(rows, cols, x0, x1, x2, x3, K: gl.constexpr):
-    """Adds the products of tokens of the same block to four tiles of 16 columns."""
-    a0, a1 = product(rows, cols, 0, K), product(rows, cols, 16, K)
-    a2, a3 = product(rows, cols, 32, K), product(rows, cols, 48, K)
-    a0, a1, a2, a3 = warpgroup_mma_wait(0, deps=[a0, a1, a2, a3])
-    x0 += a0 * block_is(0, 0, K)
-    x1 += a1 * block_is(1, 1, K)
-    x2 += a2 * block_is(2, 2, K)
-    x3 += a3 * block_is(3, 3, K)
-    return x0, x1, x2, x3
+def in_steps(x):
+    """Channels of [4,16,64] renumbered so that a thread's neighbouring pairs meet in one step of the product."""
+    return gl.reshape(gl.permute(gl.reshape(x, (4, 16, 4, 4, 2)), (0, 1, 3, 2, 4)), (4, 16, 32))
 
 
 @gluon.jit
-def far_pairs(rows_16, rows_32, cols_16, cols_32, x0, x1, x2, K: gl.constexpr):
-    """Adds those of different blocks: 1 with 0, 3 with 2, and 2 and 3 with 0 and 1."""
-    b0, b2 = product(rows_16, cols_16, 0, K), product(rows_16, cols_16, 32, K)
-    c0, c1 = product(rows_32, cols_32, 0, K), product(rows_32, cols_32, 16, K)
-    b0, b2, c0, c1 = warpgroup_mma_wait(0, deps=[b0, b2, c0, c1])
-    late = block_is(2, 3, K)
-    x0 += b0 * block_is(1, 1, K) + c0 * late
-    x1 += c1 * late
-    x2 += b2 * block_is(3, 3, K)
-    return x0, x1, x2
+def left_rows(x):
+    return gl.convert_layout(in_steps(x), left(2))
 
 
 @gluon.jit
-def flat(x):
-    """[4,16,K] in registers to a bf16 tile."""
-    K: gl.constexpr = x.shape[2]
-    return gl.convert_layout(gl.reshape(x, (64, K)).to(gl.bfloat16), columns(K), assert_trivial=True)
+def right_rows(x):
+    return gl.convert_layout(gl.permute(in_steps(x), (0, 2, 1)), right(2))
 
 
 @gluon.jit
-def side(x, K: gl.constexpr):
-    """Tiles of 16 columns to one of 64."""
-    both = gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3]))  # [64,16,2 (second half),2 (odd)]
-    return gl.convert_layout(gl.reshape(gl.permute(both, (0, 2, 3, 1)), (64, 64)), accumulator(64, K))
+def products(rows_kq, cols_k, acc):
+    """(L, A) + (k rows · colsᵀ, q rows · colsᵀ)."""
+    cols_k = right_rows(cols_k)
+    return mma_v2(rows_kq[0], cols_k, acc[0]), mma_v2(rows_kq[1], cols_k, acc[1])
 
 
 @gluon.jit
-def upper_bits(x):
-    """The part of an fp32 that TF32 keeps."""
-    return (x.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
+def first_of_half(room):
+    """[4,16,n] from [2,2,16,n] by (half, place): every block gets the first of its half."""
+    n: gl.constexpr = room.shape[3]
+    x = room.slice(0, 1, dim=1).load(quads(n, False))
+    return gl.reshape(gl.broadcast(x, gl.zeros((2, 2, 16, n), x.dtype, quads(n, False)))[0], (4, 16, n))
 
 
 @gluon.jit
-def small_dot(a, b, K: gl.constexpr):
-    """Products of four pairs [4,16,16] in 3xTF32."""
-    left: gl.constexpr = gl.DotOperandLayout(0, small(K), 1)
-    right: gl.constexpr = gl.DotOperandLayout(1, small(K), 1)
-    a, b = gl.convert_layout(a, left), gl.convert_layout(b, right)
-    ah, bh = upper_bits(a), upper_bits(b)
-    out = gl.zeros((4, 16, 16), gl.float32, small(K))
-    out = mma_v2(a - ah, bh, out, input_precision="tf32")
-    out = mma_v2(ah, b - bh, out, input_precision="tf32")
-    return mma_v2(ah, bh, out, input_precision="tf32")
+def for_place(room, j: gl.constexpr):
+    """[4,16,64] from [2,4,16,64] by (target's place, block): what block j made for each."""
+    x = room.slice(j, 1, dim=1).load(quads(32, True))
+    x = gl.broadcast(x, gl.zeros((2, 2, 16, 32), x.dtype, quads(32, True)))[0]
+    return gl.reshape(gl.permute(x, (1, 0, 2, 3)), (4, 16, 32))
 
 
 @gluon.jit
-def grow_small(X, L, i, j, size: gl.constexpr, K: gl.constexpr):
-    part = gl.where(((i // (2 * size)) == (j // (2 * size))) & ((i // size) > (j // size)), L, 0.0)
-    return X - small_dot(X, small_dot(part, X, K), K)
+def square(x):
+    return gl.convert_layout(x, block())
 
 
 @gluon.jit
-def split_dot(a, b, room_high, room_low, K: gl.constexpr):
-    """a·b for [64,64] fp32 in accumulator layout, 16-bit operands: three bf16 products."""
-    left: gl.constexpr = gl.DotOperandLayout(0, accumulator(64, K), 2)
-    bh = b.to(gl.bfloat16)
-    gl.thread_barrier()
-    room_high.store(bh)
-    room_low.store((b - bh.to(gl.float32)).to(gl.bfloat16))
-    ah = a.to(gl.bfloat16)
-    al = gl.convert_layout((a - ah.to(gl.float32)).to(gl.bfloat16), left)
-    ah = gl.convert_layout(ah, left)
-    fence_async_shared()
-    gl.thread_barrier()
-    out = warpgroup_mma_init(gl.zeros((64, 64), gl.float32, accumulator(64, K)))
-    out = warpgroup_mma(al, room_high, out, use_acc=False, is_async=True)
-    out = warpgroup_mma(ah, room_low, out, is_async=True)
-    out = warpgroup_mma(ah, room_high, out, is_async=True)
-    return warpgroup_mma_wait(0, deps=[out])
+def of_block(room, b: gl.constexpr):
+    """Block b of [2,2,16,16] for every warp."""
+    x = room.slice(b // 2, 1, dim=0).slice(b % 2, 1, dim=1).load(quads(16, False))
+    x = gl.broadcast(x, gl.zeros((2, 2, 16, 16), x.dtype, quads(16, False)))[0]
+    return square(gl.reshape(x, (4, 16, 16)))
 
 
 @gluon.jit
-def grow(X, L, size: gl.constexpr, room_high, room_low, K: gl.constexpr):
-    i = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(64, K))), 1)
-    j = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, accumulator(64, K))), 0)
-    part = gl.where(((i // (2 * size)) == (j // (2 * size))) & ((i // size) > (j // size)), L, 0.0)
-    return X - split_dot(X, split_dot(part, X, room_high, room_low, K), room_high, room_low, K)
+def of_second(room, c: gl.constexpr):
+    """Block 2 of [2 (c),4,16,16] for every warp."""
+    x = room.slice(c, 1, dim=0).slice(2, 1, dim=1).load(quads(16, False))
+    x = gl.broadcast(x, gl.zeros((2, 2, 16, 16), x.dtype, quads(16, False)))[0]
+    return square(gl.reshape(x, (4, 16, 16)))
 
 
 @gluon.jit
-def unit_lower_inverse(L, room_high, room_low, K: gl.constexpr):
-    """(I + L)⁻¹ for strictly lower L [64,64] in accumulator layout."""
-    four = gl.reshape(L, (4, 16, 4, 16))
-    whole: gl.constexpr = four.type.layout
-    a = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, whole))))
-    b = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, whole))))
-    a = gl.expand_dims(gl.expand_dims(gl.expand_dims(a, 1), 2), 3)
-    b = gl.expand_dims(gl.expand_dims(gl.expand_dims(b, 0), 1), 3)
-    D = gl.convert_layout(gl.sum(gl.where(a == b, four, 0.0), 2), small(K))
-    i = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, small(K)))), 0), 2)
-    j = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, small(K)))), 0), 1)
-    X = gl.where(i == j, 1.0, 0.0) - gl.where(((i // 2) == (j // 2)) & (i > j), D, 0.0)
-    X = grow_small(X, D, i, j, 2, K)
-    X = grow_small(X, D, i, j, 4, K)
-    X = grow_small(X, D, i, j, 8, K)
-    X = gl.expand_dims(gl.convert_layout(X, gl.SliceLayout(2, whole)), 2)
-    X = gl.convert_layout(gl.reshape(gl.where(a == b, X, 0.0), (64, 64)), accumulator(64, K))
-    X = grow(X, L, 16, room_high, room_low, K)
-    return grow(X, L, 32, room_high, room_low, K)
+def put(room, x):
+    """2^x, [4,64] by channel, into [2,4,32] by half."""
+    room.store(gl.permute(gl.reshape(gl.exp2(x), (4, 2, 32)), (1, 0, 2)))
 
 
 @gluon.jit
-def load_lines(ptr, stride, live, K: gl.constexpr):
-    rows = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, lines(K, K))), 1)
-    cols = gl.expand_dims(gl.arange(0, K, layout=gl.SliceLayout(0, lines(K, K))), 0)
-    return gl.load(ptr + rows * stride + cols, mask=live, other=0.0)
+def over(room, part, K: gl.constexpr):
+    """Channels [32·part, 32·part + 32) of a number a block and channel, to broadcast over [4,16,32]."""
+    room = room._reinterpret(gl.float32, [K // 32, 4, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return gl.expand_dims(room.index(part).load(gl.SliceLayout(1, wide())), 1)
 
 
 @gluon.jit
-def store_lines(ptr, x, K: gl.constexpr):
-    width: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = lines(width, K)
-    rows = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
-    cols = gl.expand_dims(gl.arange(0, width, layout=gl.SliceLayout(0, layout)), 0)
-    gl.store(ptr + rows * width + cols, gl.convert_layout(x, layout))
+def own_inverse(N):
+    """X, Xᵀ for X = (I − N)⁻¹ of each block, N [4,16,16] strictly lower."""
+    i, j = rows(block()), cols(16, block())
+    zero = gl.zeros((4, 16, 16), gl.float32, block())
+    X = gl.where(i == j, 1.0, zero)
+    Xt = X
+    for level in gl.static_range(4):
+        part = gl.where(((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level)), N, 0.0)
+        X_op, Xt_op = tf32(X), tf32(Xt)
+        Pt = tf32(times_t(Xt_op, part, zero))
+        X, Xt = times_t(X_op, Pt, X), times_t(Pt, X_op, Xt)
+    return X, Xt
 
 
 @gluon.jit
-def squares(x):
-    x = widen(x)
-    return gl.sum(x * x, 1)
+def inverse(near, pair, far0, far1):
+    """(I − N)⁻¹ from N's tiles: those of a block with itself, its neighbour, and blocks 0 and 1 for the later half."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    room_x = gl.allocate_shared_memory(gl.float32, [2, 2, 16, 16], flat)
+    room_t = gl.allocate_shared_memory(gl.float32, [2, 2, 16, 16], flat)
+    room_y = gl.allocate_shared_memory(gl.float32, [2, 4, 16, 16], flat)
+    zero = gl.zeros((4, 16, 16), gl.float32, block())
+    own, own_t = own_inverse(tf32(near))
+    X, Xt = tf32(own), tf32(own_t)
+    room_x.store(gl.reshape(Xt, (2, 2, 16, 16)))
+    Wt = tf32(times_t(square(first_of_half(room_x)), tf32(pair), zero))
+    S = times_t(X, Wt, zero)
+    room_t.store(gl.reshape(tf32(times_t(Wt, X, zero)), (2, 2, 16, 16)))
+    far0, far1 = tf32(far0), tf32(far1)
+    Yt0 = times_t(of_block(room_x, 0), far0, zero)
+    Yt1 = tf32(times_t(of_block(room_x, 1), far1, zero))
+    Yt0 = tf32(times_t(of_block(room_t, 1), far1, Yt0))
+    room_y.slice(0, 1, dim=0).store(gl.reshape(Yt0, (1, 4, 16, 16)))
+    room_y.slice(1, 1, dim=0).store(gl.reshape(Yt1, (1, 4, 16, 16)))
+    S_late = gl.where(blocks(block()) >= 2, tf32(S), 0.0)
+    Z0 = times_t(S_late, of_second(room_y, 0), times_t(X, Yt0, zero))
+    Z1 = times_t(S_late, of_second(room_y, 1), times_t(X, Yt1, zero))
+    return own, S, Z0, Z1
+
+
+@gluon.jit
+def inverse_norms(x, stride, live, K: gl.constexpr):
+    """1 / sqrt(Σx² + 1e-6) of a block's rows [4,16]: the squares are the diagonal of the block times itself."""
+    acc: gl.constexpr = block()
+    xx = gl.zeros((4, 16, 16), gl.float32, acc)
+    for part in gl.static_range(K // 32):
+        tile = gl.load(x + rows_of(stride) + 32 * part, mask=live, other=0.0)
+        xx = mma_v2(left_rows(tile), right_rows(tile), xx)
+    r = gl.rsqrt(gl.sum(gl.where(rows(acc) == cols(16, acc), xx, 0.0), 2) + 1e-6)
+    return gl.expand_dims(gl.convert_layout(r, gl.SliceLayout(2, wide())), 2)
+
+
+@gluon.jit
+def rows_of(stride):
+    """Where a thread's first channels lie, [4,16,32]."""
+    return (blocks(wide()) * 16 + rows(wide())) * stride + cols(32, wide())
 
 
 @gluon.jit
@@ -235,85 +285,122 @@ def prepare_kernel(
 ):  # fmt: skip
     C: gl.constexpr = 64
     bf16: gl.constexpr = gl.bfloat16
-    pid = gl.program_id(0).to(gl.int64)
-    chunk, head = pid // HV + first, pid % HV
-    start = gl.load(chunks + 2 * chunk).to(gl.int64)
+    acc: gl.constexpr = block()
+    full: gl.constexpr = wide()
+    thin: gl.constexpr = columns()
+    plain3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    slim: gl.constexpr = gl.SliceLayout(1, thin)
+    pid = gl.program_id(0)
+    chunk, head = pid // HV + first, (pid % HV).to(gl.int64)
+    pid = pid.to(gl.int64)
+    start = gl.load(chunks + 2 * chunk)
     count = gl.load(chunks + 2 * chunk + 1)
-    b, t = start // T, start % T
+    b, t = (start // T).to(gl.int64), (start % T).to(gl.int64)
     q += b * q_b + t * q_t + (head // GROUP) * q_h
     k += b * k_b + t * k_t + (head // GROUP) * k_h
     gate += b * g_b + t * g_t + head * g_h
-    row_l = gl.arange(0, C, layout=gl.SliceLayout(1, lines(K, K)))
-    live_l = gl.expand_dims(row_l < count, 1)
-
-    gx, kx, qx = load_lines(gate, g_t, live_l, K), load_lines(k, k_t, live_l, K), load_lines(q, q_t, live_l, K)
-    rate = gl.exp(gl.load(A_log + head).to(gl.float32))
-    rows = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, columns(K))), 1)
-    col = gl.arange(0, K, layout=gl.SliceLayout(0, columns(K)))
-    z = widen(gl.convert_layout(gx, columns(K)))
-    z += gl.expand_dims(gl.load(dt_bias + head * K + col).to(gl.float32), 0)
-    g = gl.where(rows < count, lower_bound * LOG2E * sigmoid(rate * z), 0.0)
-    G = gl.reshape(gl.associative_scan(g, 0, add), (4, 16, K))
-    whole: gl.constexpr = G.type.layout
-    row = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, whole))), 0), 2)
-    here = gl.sum(gl.where(row == 7, G, 0.0), 1)  # the middle of a thread's own block
-    end = gl.sum(gl.where(row == 15, G, 0.0), 1)
-    before = gl.sum(gl.where(row == 0, G - gl.reshape(g, (4, 16, K)), 0.0), 1)
-    n = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, whole))), 1)
-    total = gl.sum(gl.where(n == 3, end, 0.0), 0)
-    border = gl.expand_dims(gl.sum(gl.where(n == 1, end, 0.0), 0), 0)
-    to_start, to_end = gl.exp2(here), gl.exp2(gl.expand_dims(total, 0) - here)
-    near = gl.exp2(gl.where(n % 2 == 1, here - before, end - here))
-    far = gl.exp2(gl.where(n >= 2, here - border, border - here))
-    gl.store(decay + pid * K + gl.arange(0, K, layout=total.type.layout), gl.exp2(total))
-
-    rk = gl.convert_layout(gl.rsqrt(squares(kx) + 1e-6), gl.SliceLayout(1, columns(K)))
-    rq = gl.convert_layout(gl.rsqrt(squares(qx) + 1e-6) * scale, gl.SliceLayout(1, columns(K)))
-    D = G - over_rows(here)
-    rise, fall = gl.exp2(D), gl.exp2(-D)
-    kn = gl.reshape(widen(gl.convert_layout(kx, columns(K))) * gl.expand_dims(rk, 1), (4, 16, K))
-    k_rise, k_fall = kn * rise, kn * fall
-    qn = widen(gl.convert_layout(qx, columns(K))) * gl.expand_dims(rq, 1)
-    q_rise = gl.reshape(qn, (4, 16, K)) * rise
-    store_lines(kd + pid * C * K, flat(k_rise * over_rows(to_start)), K)
-    store_lines(qd + pid * C * K, flat(q_rise * over_rows(to_start)), K)
-    store_lines(kr + pid * C * K, flat(k_fall * over_rows(to_end)), K)
-
-    s0 = gl.allocate_shared_memory(bf16, [C, K], tile())
-    s1 = gl.allocate_shared_memory(bf16, [C, K], tile())
-    s2 = gl.allocate_shared_memory(bf16, [C, K], tile())
-    s3 = gl.allocate_shared_memory(bf16, [C, K], tile())
-    zero = gl.zeros((C, 16), gl.float32, accumulator(16, K))
-    s0.store(flat(k_rise))
-    s1.store(flat(q_rise))
-    s2.store(flat(k_fall))
-    fence_async_shared()
-    gl.thread_barrier()
-    L0, L1, L2, L3 = near_pairs(s0, s2, zero, zero, zero, zero, K)
-    A0, A1, A2, A3 = near_pairs(s1, s2, zero, zero, zero, zero, K)
-    gl.thread_barrier()
-    s0.store(flat(gl.where(over_rows(n % 2 == 1), k_rise, k_fall) * over_rows(near)))
-    s1.store(flat(q_rise * over_rows(near)))
-    s2.store(flat(gl.where(over_rows(n >= 2), k_rise, k_fall) * over_rows(far)))
-    s3.store(flat(q_rise * over_rows(far)))
-    fence_async_shared()
-    gl.thread_barrier()
-    L0, L1, L2 = far_pairs(s0, s2, s0, s2, L0, L1, L2, K)
-    A0, A1, A2 = far_pairs(s1, s3, s0, s2, A0, A1, A2, K)
-
-    r0 = gl.allocate_shared_memory(bf16, [C, C], tile())
-    r1 = gl.allocate_shared_memory(bf16, [C, C], tile())
-    wide: gl.constexpr = accumulator(64, K)
-    ri = gl.arange(0, C, layout=gl.SliceLayout(1, wide))
-    rj = gl.arange(0, C, layout=gl.SliceLayout(0, wide))
     beta += b * b_b + t * b_t + head * b_h
-    bi = gl.load(beta + ri * b_t, mask=ri < count, other=0.0).to(gl.float32)
-    bj = gl.load(beta + rj * b_t, mask=rj < count, other=0.0).to(gl.float32)
-    bi = gl.where(ri < count, sigmoid(bi), 0.0)
-    bj = gl.where(rj < count, sigmoid(bj), 0.0)
-    ri, rj = gl.expand_dims(ri, 1), gl.expand_dims(rj, 0)
-    A = gl.where(ri >= rj, side((A0, A1, A2, A3), K), 0.0).to(bf16)
-    store_lines(aqk + pid * C * C, A, K)
-    L = gl.where(ri > rj, side((L0, L1, L2, L3), K), 0.0) * gl.expand_dims(bi, 1)
-    X = unit_lower_inverse(L, r0, r1, K) * gl.expand_dims(bj, 0)
-    store_lines(p + pid * C * C, X.to(bf16), K)
+
+    live = blocks(full) * 16 + rows(full) < count
+    rk = inverse_norms(k, k_t, live, K)
+    rq = inverse_norms(q, q_t, live, K) * scale
+
+    rate = gl.minimum(gl.maximum(gl.exp(gl.load(A_log + head).to(gl.float32)), 1e-30), 1e37)
+    slope = -LOG2E * rate
+    unit = 1.0 / (lower_bound * LOG2E)
+    ends = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    mids = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    room = gl.allocate_shared_memory(
+        gl.float32, [K // 64, 2, 4, 16, 32], gl.SwizzledSharedLayout(4, 1, 2, [3, 2, 1, 0])
+    )
+    to_start = gl.allocate_shared_memory(gl.float32, [K // 64, 2, 4, 32], plain3)
+    to_end = gl.allocate_shared_memory(gl.float32, [K // 64, 2, 4, 32], plain3)
+    to_pair = gl.allocate_shared_memory(gl.float32, [K // 64, 2, 4, 32], plain3)
+    to_2 = gl.allocate_shared_memory(gl.float32, [K // 64, 2, 4, 32], plain3)
+    to_3 = gl.allocate_shared_memory(gl.float32, [K // 64, 2, 4, 32], plain3)
+    n = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, thin))), 1)
+    place = blocks(thin) * 16 + rows(thin)
+    for h in range(0, K // 64):
+        z = widen(gl.load(gate + place * g_t + (cols(64, thin) + 64 * h), mask=place < count, other=NEVER))
+        bias = gl.load(dt_bias + head * K + 64 * h + cols(64, thin)).to(gl.float32) * slope
+        G = gl.associative_scan(reciprocal(gl.exp2(z * slope + bias) * unit + unit), 1, add)
+        mid, end = row_of(G, 7), row_of(G, 15)
+        D = G - gl.expand_dims(mid, 1)
+        room.index(h).store(gl.permute(gl.reshape(D, (4, 16, 2, 32)), (2, 0, 1, 3)))
+        mids.store(mid)
+        ends.store(end)
+        e0, e1, e2, e3 = (
+            ends.slice(0, 1).load(slim),
+            ends.slice(1, 1).load(slim),
+            ends.slice(2, 1).load(slim),
+            ends.slice(3, 1).load(slim),
+        )
+        m1 = e0 + mids.slice(1, 1).load(slim)
+        m2 = e0 + e1 + mids.slice(2, 1).load(slim)
+        m3 = e0 + e1 + e2 + mids.slice(3, 1).load(slim)
+        total = e0 + e1 + e2 + e3
+        middle = gl.where(n == 0, mid, gl.where(n == 1, m1, gl.where(n == 2, m2, m3)))
+        put(to_start.index(h), middle)
+        put(to_end.index(h), total - middle)
+        put(to_pair.index(h), gl.where(n < 2, m1, m3) - middle)
+        put(to_2.index(h), m2 - middle)
+        put(to_3.index(h), m3 - middle)
+        c1 = gl.arange(0, 64, layout=gl.SliceLayout(0, slim))
+        gl.store(decay + pid * K + 64 * h + gl.expand_dims(c1, 0) + n * 0, gl.exp2(total + n * 0), mask=n == 0)
+
+    zero = gl.zeros((4, 16, 16), gl.float32, acc)
+    near, pair, far0, far1 = (zero, zero), (zero, zero), (zero, zero), (zero, zero)
+    by_part = room._reinterpret(gl.float32, [K // 32, 4, 16, 32], gl.SwizzledSharedLayout(4, 1, 2, [2, 1, 0]))
+    beside = gl.allocate_shared_memory(bf16, [2, 2, 16, 32], plain)
+    beyond = gl.allocate_shared_memory(bf16, [2, 4, 16, 32], plain)
+    out = pid * C * K + rows_of(K)
+    kp, qp = k + rows_of(k_t), q + rows_of(q_t)
+    kx, qx = gl.load(kp, mask=live, other=0.0), gl.load(qp, mask=live, other=0.0)
+    for part in range(0, K // 32):
+        kn, qn = widen(kx) * rk, widen(qx) * rq
+        more = live & (part + 1 < K // 32)
+        kp += 32
+        qp += 32
+        kx, qx = gl.load(kp, mask=more, other=0.0), gl.load(qp, mask=more, other=0.0)
+        D = by_part.index(part).load(full)
+        rise, fall = gl.exp2(D), gl.exp2(-D)
+        start_c = over(to_start, part, K)
+        k_rise, k_fall, q_rise = -(kn * rise), kn * fall, qn * rise
+        gl.store(kd + out, (k_rise * start_c).to(bf16))
+        gl.store(qd + out, (q_rise * start_c).to(bf16))
+        gl.store(kr + out, (k_fall * over(to_end, part, K)).to(bf16))
+        beside.store(gl.reshape((k_fall * over(to_pair, part, K)).to(bf16), (2, 2, 16, 32)))
+        beyond.slice(0, 1, dim=0).store(gl.reshape((k_fall * over(to_2, part, K)).to(bf16), (1, 4, 16, 32)))
+        beyond.slice(1, 1, dim=0).store(gl.reshape((k_fall * over(to_3, part, K)).to(bf16), (1, 4, 16, 32)))
+        out += 32
+        both = (left_rows(k_rise.to(bf16)), left_rows(q_rise.to(bf16)))
+        near = products(both, k_fall.to(bf16), near)
+        pair = products(both, first_of_half(beside), pair)
+        far0 = products(both, for_place(beyond, 0), far0)
+        far1 = products(both, for_place(beyond, 1), far1)
+
+    m = blocks(acc)
+    i, j = rows(acc), cols(16, acc)
+    place = m * 16 + i
+    bi = gl.load(beta + place * b_t, mask=place < count, other=0.0).to(gl.float32)
+    bi = gl.where(place < count, sigmoid(bi), 0.0)
+    odd, late = (m & 1) == 1, m >= 2
+    # Where the four tiles of a block go; the ones that hold nothing fill the zeros above the diagonal.
+    c0, c1, c2 = m, m ^ 1, ((m >> 1) ^ 1) * 2
+    at = pid * C * C + place * C + j
+    gl.store(aqk + at + c0 * 16, gl.where(i >= j, near[1], 0.0).to(bf16))
+    gl.store(aqk + at + c1 * 16, gl.where(odd, pair[1], 0.0).to(bf16))
+    gl.store(aqk + at + c2 * 16, gl.where(late, far0[1], 0.0).to(bf16))
+    gl.store(aqk + at + c2 * 16 + 16, gl.where(late, far1[1], 0.0).to(bf16))
+
+    # k_rise has the sign of −k: the products are N already.
+    X, S, Z0, Z1 = inverse(
+        gl.where(i > j, near[0] * bi, 0.0), gl.where(odd, pair[0] * bi, 0.0),
+        gl.where(late, far0[0] * bi, 0.0), gl.where(late, far1[0] * bi, 0.0),
+    )  # fmt: skip
+    p_at = p + at
+    gl.store(p_at + c0 * 16, (X * beta_of(beta, c0, j, b_t, count)).to(bf16))
+    gl.store(p_at + c1 * 16, (S * beta_of(beta, c1, j, b_t, count)).to(bf16))
+    gl.store(p_at + c2 * 16, (Z0 * beta_of(beta, c2, j, b_t, count)).to(bf16))
+    gl.store(p_at + c2 * 16 + 16, (Z1 * beta_of(beta, c2 + 1, j, b_t, count)).to(bf16))

@@ -81,25 +81,23 @@ def tables(problem: Problem, has_state: bool, device: torch.device) -> tuple[Ten
 
 @dataclass
 class Workspace:
-    """Factors of one panel, [chunks, HV, ...]."""
+    """Factors of one panel: rows (kd, qd, kr), squares (p, aqk) and decay, each [..., chunks, HV, ...]."""
 
-    kd: Tensor
-    qd: Tensor
-    kr: Tensor
-    p: Tensor
-    aqk: Tensor
+    rows: Tensor
+    squares: Tensor
     decay: Tensor
 
     @classmethod
     def empty(cls, chunks: int, heads: int, key: int, like: Tensor) -> "Workspace":
-        rows = like.new_empty(3, chunks, heads, CHUNK, key)
-        squares = like.new_empty(2, chunks, heads, CHUNK, CHUNK)
         return cls(
-            rows[0], rows[1], rows[2], squares[0], squares[1], like.new_empty(chunks, heads, key, dtype=torch.float32)
+            like.new_empty(3, chunks, heads, CHUNK, key),
+            like.new_empty(2, chunks, heads, CHUNK, CHUNK),
+            like.new_empty(chunks, heads, key, dtype=torch.float32),
         )
 
     def all(self) -> tuple[Tensor, ...]:
-        return self.kd, self.qd, self.kr, self.p, self.aqk, self.decay
+        """kd, qd, kr, p, aqk, decay."""
+        return *self.rows, *self.squares, self.decay
 
 
 def rowwise(x: Tensor) -> Tensor:
@@ -116,12 +114,11 @@ def prepare(inputs: Sequence[Tensor], problem: Problem, chunks: Tensor, first: i
         problem.tokens, problem.scale, problem.lower_bound or 0.0, first,
     )  # fmt: skip
     settings = {"HV": problem.heads, "GROUP": problem.heads // problem.key_heads, "K": problem.key}
-    if problem.bounded and on_hopper(q.device):
+    halves = {x.dtype for x in (q, k, gate)} == {torch.bfloat16}
+    if problem.bounded and halves and on_hopper(q.device):
         from perilune.ops.kda import gluon_prepare
 
-        gluon_prepare.prepare_kernel[(count * problem.heads,)](
-            *arguments, **settings, num_warps=problem.key // 16, maxnreg=128 if problem.key == 128 else None
-        )
+        gluon_prepare.prepare_kernel[(count * problem.heads,)](*arguments, **settings, num_warps=4, maxnreg=168)
         return
     prepare_kernel[(count * problem.heads,)](
         *arguments, **settings, KB=32, BOUNDED=problem.bounded, FLOORED=problem.lower_bound is not None,
@@ -129,8 +126,30 @@ def prepare(inputs: Sequence[Tensor], problem: Problem, chunks: Tensor, first: i
     )  # fmt: skip
 
 
+def _copyable(v: Tensor) -> bool:
+    """Whether the copy engine can read [B,T,HV,V] as rows of one matrix."""
+    b, t, h, _ = v.stride()
+    return (v.shape[0] == 1 or b == t * v.shape[1]) and v.data_ptr() % 16 == 0 and t % 8 == 0 and h % 8 == 0
+
+
+def descriptors(to: Workspace, v: Tensor, block: int) -> tuple[object, ...]:
+    """What the copy engine reads: rows, squares, decays, and `block` columns of values."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    B, T, HV, V = v.shape
+    K = to.rows.shape[-1]
+    half, full = NVMMASharedLayout(128, 16, 2), NVMMASharedLayout(0, 32, 2)
+    return (
+        TensorDescriptor.from_tensor(to.rows.view(-1, K), [CHUNK, K], half),
+        TensorDescriptor.from_tensor(to.squares.view(-1, CHUNK), [CHUNK, CHUNK], half),
+        TensorDescriptor.from_tensor(to.decay.view(-1, K), [1, K], full),
+        TensorDescriptor(v, [B * T, (HV - 1) * v.stride(2) + V], [v.stride(1), 1], [CHUNK, block], half),
+    )
+
+
 def chain(
-    to: Workspace, panel: Panel, table: dict[str, Tensor], problem: Problem,
+    to: Workspace, panel: Panel, table: dict[str, Tensor], problem: Problem, chunks: Tensor,
     v: Tensor, o: Tensor, state: Tensor | None, final: Tensor, exports: Tensor | None,
     keep: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
@@ -143,8 +162,22 @@ def chain(
         carry = final.new_empty(panel.carries, HV, V, K)
     strides = (*v.stride()[:3], *o.stride()[:3], *initial.stride(), *final.stride())
 
+    hopper = panel.count > 0 and keep is None and on_hopper(v.device)
+    if hopper:
+        from perilune.ops.kda import gluon_chain
+
+        v = v if _copyable(v) else v.contiguous()
+
     def walk(runs: Tensor, count: int, scan: bool) -> None:
         block = min(128, K, V) if scan else panel.block
+        if hopper:
+            gluon_chain.chain_kernel[(count * HV, (V + K if scan else V) // block)](
+                *descriptors(to, v, block), o, runs, table["pieces"], chunks, initial, final, carry, transfer,
+                final if exports is None else exports, *o.stride()[:3], *initial.stride(), *final.stride(),
+                problem.tokens, to.decay.shape[0], panel.first, v.stride(2),
+                HV=HV, K=K, V=V, BV=block, SCAN=scan, num_warps=block // 16,
+            )  # fmt: skip
+            return
         chain_kernel[(count * HV, (V + K if scan else V) // block)](
             *to.all(), v, o, runs, table["pieces"], initial, final, carry, transfer,
             final if exports is None else exports, *(keep or (v, v)), *strides, problem.tokens,
@@ -179,7 +212,7 @@ def forward(inputs: Sequence[Tensor], v: Tensor, state: Tensor | None, problem: 
         if panel.count:
             prepare(inputs, problem, chunks, panel.first, panel.count, workspace)
         if panel.runs:
-            chain(workspace, panel, table, problem, v, o, state, final, exports)
+            chain(workspace, panel, table, problem, chunks, v, o, state, final, exports)
     return o, final, exports, borders
 
 
@@ -214,7 +247,7 @@ def backward(
         if panel.count:
             prepare(inputs, problem, chunks, panel.first, panel.count, workspace)
             border = (borders[j - 1] if j else dstate[:1]).expand(len(problem.lengths), HV, K, V)
-            chain(workspace, panel, table, problem, v, v, state, border, None, keep=(h, u))
+            chain(workspace, panel, table, problem, chunks, v, v, state, border, None, keep=(h, u))
         if panel.walks:
             block = 64 if V == 64 or len(panel.walks) * HV * 2 <= 132 else 128
             reverse_kernel[(len(panel.walks) * HV, V // block)](

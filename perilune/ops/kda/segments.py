@@ -59,10 +59,10 @@ class Plan:
 class Cost:
     """Microseconds on an H200, measured: a chunk of the chain by value columns, one merge, the two extra launches."""
 
-    half: float = 2.2
-    whole: float = 3.7
-    merge: float = 10.0
-    launch: float = 8.0
+    half: float = 1.2
+    whole: float = 1.8
+    merge: float = 7.5
+    launch: float = 10.0
 
 
 def segments_for(chunks: int, sequences: int, shape: Shape, block: int, cost: Cost = Cost()) -> int:

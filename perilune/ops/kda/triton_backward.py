@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
 """Gradients of the chunk form, everything recomputed from the raw inputs (technical report §5.1.1).
 
-With R = v − kd·S, U = P R, and D the gradient of the state after the chunk, per chunk and head:
+With R = v + kd·S, U = P R, and D the gradient of the state after the chunk, per chunk and head:
 
-    dU = Aqkᵀ dO + kr D        dR = Pᵀ dU = dV        D ← 2^G_C D + qdᵀ dO − kdᵀ dR      (`reverse_kernel`)
-    dqd = dO Sᵀ    dkd = −dR Sᵀ    dkr = U Dᵀ    dAqk = tril(dO Uᵀ)    dAkk = −tril(dR Uᵀ, −1)
+    dU = Aqkᵀ dO + kr D        dR = Pᵀ dU = dV        D ← 2^G_C D + qdᵀ dO + kdᵀ dR      (`reverse_kernel`)
+    dqd = dO Sᵀ    dkd = dR Sᵀ    dkr = U Dᵀ    dAqk = tril(dO Uᵀ)    dAkk = −tril(dR Uᵀ, −1)
     dβ_raw = (1 − β)/β · diag(dR Uᵀ)                                                       (`pair_kernel`)
 
 The last line needs no inverse: with Y = (I+L)⁻ᵀ dU, dβ_i = Y_i·(R_i − Σ_j Akk_ij U_j) = Y_i·U_i/β_i and dR = β Y.
@@ -73,7 +73,7 @@ def reverse_kernel(
             dU = tl.dot(Dw, tl.trans(b_kr), acc=dU)
             dR = tl.dot(dU.to(work), b_p)
             D = tl.dot(tl.trans(b_do), b_qd, acc=D * tl.load(dp))
-            D = tl.dot((-dR).to(work), b_kd, acc=D)
+            D = tl.dot(dR.to(work), b_kd, acc=D)
             tl.store(vp, tl.trans(dR).to(dv.dtype.element_ty), mask=live)
             at -= HV * C * K
             sq -= HV * C * C

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 """The chain over chunks, state held in the tensor cores' accumulators from first to last token.
 
-    U = P (v − kd·S)      o = qd·S + Aqk·U      S ← diag(2^G_C) S + krᵀ U
+    U = P (v + kd·S)      o = qd·S + Aqk·U      S ← diag(2^G_C) S + krᵀ U
 
 Everything is kept transposed, Sᵀ [V,K] and Uᵀ [V,C]: then each product takes the previous accumulator as its left
 operand straight from registers, and only the chunk's factors pass through shared memory.
@@ -75,7 +75,7 @@ def chain_kernel(
             Sw = S.to(work)
             R = tl.dot(Sw, tl.trans(b_kd))
             U = tl.dot(tl.trans(b_v), tl.trans(b_p))
-            U = tl.dot((-R).to(work), tl.trans(b_p), acc=U)
+            U = tl.dot(R.to(work), tl.trans(b_p), acc=U)
             Uw = U.to(work)
             if KEEP:  # for the backward: the state before the chunk and U
                 tile = (chunk + n) * HV + head

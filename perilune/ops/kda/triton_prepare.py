@@ -3,7 +3,7 @@
 
 With G the running sum of the log2-decay inside the chunk, G_C its last row, and β = sigmoid(raw):
 
-    kd = k·2^G    qd = s·q·2^G    kr = k·2^(G_C − G)    A_ab[i,j] = Σ_d a_i b_j 2^(G_i − G_j)
+    kd = −k·2^G    qd = s·q·2^G    kr = k·2^(G_C − G)    A_ab[i,j] = Σ_d a_i b_j 2^(G_i − G_j)
     P = (I + diag(β) tril(A_kk, −1))⁻¹ diag(β)           Aqk = s·tril(A_qk)
 
 The recurrence over chunks then needs nothing but these (`triton_forward`).
@@ -135,7 +135,7 @@ def prepare_kernel(
         total = tl.sum(g, 0)
         at = pid * C * K + ri * K + c
         f = tl.exp2(G)
-        tl.store(kd + at, (kn * f).to(work))
+        tl.store(kd + at, (-kn * f).to(work))
         tl.store(qd + at, (qn * f).to(work))
         tl.store(kr + at, (kn * tl.exp2(total[None, :] - G)).to(work))
         tl.store(decay + pid * K + block + tl.arange(0, KB), tl.exp2(total))

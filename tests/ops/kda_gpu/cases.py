@@ -68,4 +68,5 @@ def case(
 
 def error(got: Tensor, want: Tensor) -> float:
     """‖got − want‖ / ‖want‖, NaN if anything is not finite."""
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))

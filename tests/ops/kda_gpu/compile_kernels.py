@@ -16,8 +16,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.language import NVMMASharedLayout
 
-from perilune.ops.kda import gluon_decode, gluon_prepare, triton_backward, triton_decode, triton_forward, triton_prepare
+from perilune.ops.kda import (
+    gluon_chain,
+    gluon_decode,
+    gluon_prepare,
+    triton_backward,
+    triton_decode,
+    triton_forward,
+    triton_prepare,
+)
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED = 227 * 1024
@@ -61,8 +70,8 @@ def build(
     products = made.asm["ptx"].count("wgmma.mma_async")
     print(f"{name}: registers {found[1]}, stack {found[2]} B, shared {made.metadata.shared} B, wgmma {products}")
     assert made.metadata.shared <= SHARED, f"{name}: {made.metadata.shared} B of shared memory"
-    assert products or name.split()[0] in ("merge", "decode", "unit") or "decode" in name, (
-        f"{name}: no warpgroup product"
+    assert products or made.asm["ptx"].count("mma.sync") or "decode" in name or name in ("merge", "unit rows"), (
+        f"{name}: no tensor-core product"
     )
 
 
@@ -74,9 +83,18 @@ def prepare() -> None:
                 {"HV": 8, "GROUP": 1, "K": key, "KB": 32, "BOUNDED": bounded, "FLOORED": floored,
                  "PRECISION": "tf32"}, 4,
             )  # fmt: skip
-    for key, registers in ((128, 128), (64, None)):
+    for key in (128, 64):
         shape = {"HV": 8, "GROUP": 1, "K": key}
-        build(f"gluon prepare K{key}", gluon_prepare.prepare_kernel, TYPES, shape, key // 16, registers=registers)
+        build(f"gluon prepare K{key}", gluon_prepare.prepare_kernel, TYPES, shape, 4, registers=168)
+
+
+def copied(key: int, block: int) -> dict[str, str]:
+    """The chain's tensor descriptors."""
+    half, full = NVMMASharedLayout(128, 16, 2), NVMMASharedLayout(0, 32, 2)
+    return {
+        "rows": f"tensordesc<bf16[64, {key}],{half!r}>", "squares": f"tensordesc<bf16[64, 64],{half!r}>",
+        "decays": f"tensordesc<fp32[1, {key}],{full!r}>", "values": f"tensordesc<bf16[64, {block}],{half!r}>",
+    }  # fmt: skip
 
 
 def chain() -> None:
@@ -91,6 +109,11 @@ def chain() -> None:
                 BV // 16,
                 2,
             )
+            if not keep:
+                shape = {"HV": 8, "K": K, "V": V, "BV": BV, "SCAN": scan, "i_v": 1, "f_v": 1}
+                types = TYPES | copied(K, BV)
+                name = f"gluon chain K{K} V{V} block {BV} scan {scan}"
+                build(name, gluon_chain.chain_kernel, types, shape, BV // 16)
     shape = {"HV": 8, "K": 128, "V": 128, "BV": 32, "i_v": 1, "f_v": 1}
     build("merge", triton_forward.merge_kernel, TYPES, shape, 8, 2)
 

@@ -119,6 +119,7 @@ def test_deterministic_and_captured_by_a_graph() -> None:
     assert torch.equal(first, again)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the tracer looks at it
 def test_compiles_with_gradients_and_strided_inputs() -> None:
     it = case([130], heads=2, key=64, value=64, **BF16)
     wide = torch.randn(1, 130, 3 * 2 * 64 + 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
