@@ -50,8 +50,8 @@ def columns():
 def quads(width, swapped):
     """[2,2,16,width], blocks as (half, place in it) or, swapped, (place, half), in the layout of the products."""
     warps = [[1, 0, 0, 0], [0, 1, 0, 0]] if swapped else [[0, 1, 0, 0], [1, 0, 0, 0]]
-    t, registers = (8, [1, 2, 4]) if width == 32 else (2, [1, 8])
-    registers = [[0, 0, 0, r] for r in registers] + [[0, 0, 8, 0]]
+    t, own = (8, [1, 2, 4]) if width == 32 else (2, [1, 8])
+    registers = [[0, 0, 0, r] for r in own] + [[0, 0, 8, 0]]
     lanes = [[0, 0, 0, t], [0, 0, 0, 2 * t], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [2, 2, 16, width])
 
