@@ -82,8 +82,8 @@ def run(
 
     loaded = load_recipe(recipe, set_ or ())
     directory = out or Path("runs") / loaded.name
-    run_recipe(loaded, directory, typer.echo)
-    _closing_words(directory)
+    if run_recipe(loaded, directory, typer.echo) is not None:
+        _closing_words(directory)
 
 
 def _closing_words(directory: Path) -> None:

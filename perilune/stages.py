@@ -23,6 +23,9 @@ from perilune.model.transfer import convert
 from perilune.recipe import RecipeError, build, read, to_table, unknown
 from perilune.tokenizer import Tokenizer
 from perilune.train.loop import Trainer
+from perilune.train.mesh.config import MeshConfig
+from perilune.train.mesh.trainer import MeshTrainer, local_device
+from perilune.train.mesh.watch import by_torchrun, in_turn, processes
 from perilune.train.options import TrainConfig
 from perilune.train.report import report
 
@@ -51,6 +54,7 @@ class Recipe:
     tokenizer: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
 
 
@@ -91,9 +95,22 @@ _ELSEWHERE = {
 }
 
 
-def run(recipe: Recipe, out: Path, say: Callable[[str], None] = print) -> Path:
-    """Walk the stages into `out`; returns the last stage's directory."""
+def run(recipe: Recipe, out: Path, say: Callable[[str], None] = print) -> Path | None:
+    """Walk the stages into `out`; returns the last stage's directory. torchrun's processes train together, the first
+    of them does the rest and alone returns a directory."""
     out = Path(out)
+    if not by_torchrun():
+        recipe.mesh.resolve(1)
+        return _walk(recipe, out, say)
+    with processes(recipe.mesh.patience, local_device(recipe.train.device)) as rank:
+        if rank == 0:
+            return _walk(recipe, out, say)
+        if "pretrain" in recipe.stages:
+            _trainer(recipe, out).run()
+    return None
+
+
+def _walk(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "recipe.json").exists():
         write_json(out / "recipe.json", to_table(recipe))
@@ -125,18 +142,25 @@ def _tokenizer(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
 
 
 def _pretrain(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
-    data, directory = _data(recipe, out), out / "pretrain"
+    trainer = _trainer(recipe, out)
+    trainer.run()
+    page = report(trainer.directory)
+    say(f"Report: {page}")
+    return trainer.directory
+
+
+def _trainer(recipe: Recipe, out: Path) -> Trainer:
+    data = in_turn(lambda: _data(recipe, out))
     config = _for_data(model_config(recipe.model), data)
     if recipe.train.context > config.max_position_embeddings:
         raise RecipeError(
             f"train.context {recipe.train.context} is longer than model.max_position_embeddings "
             f"{config.max_position_embeddings}."
         )
-    trainer = Trainer(config, recipe.train, data, directory, to_table(recipe))
-    trainer.run()
-    page = report(directory)
-    say(f"Report: {page}")
-    return directory
+    table = {key: value for key, value in to_table(recipe).items() if key != "mesh"}  # a run may change its mesh
+    if by_torchrun():
+        return MeshTrainer(config, recipe.train, data, out / "pretrain", table, recipe.mesh)
+    return Trainer(config, recipe.train, data, out / "pretrain", table)
 
 
 def _for_data(config: ModelConfig, data: Prepared) -> ModelConfig:

@@ -26,6 +26,6 @@ def outcomes() -> dict[str, str]:
         return json.loads(path.read_text()) if path.exists() else {"world": said.stderr[-3000:]}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "resharding"])
 def test_mesh(case: str) -> None:
     assert outcomes().get(case) == "ok", outcomes().get(case) or outcomes().get("world")

@@ -23,10 +23,13 @@ import torch.distributed as dist
 
 from perilune.config import ModelConfig, preset
 from perilune.data import Prepared, Shard
+from perilune.train.checkpoint import latest
+from perilune.train.checkpoint import load as open_checkpoint
 from perilune.train.loop import Trainer
 from perilune.train.mesh.boxes import as_matrix
 from perilune.train.mesh.config import MeshConfig
 from perilune.train.mesh.routed import ForcedRouting
+from perilune.train.mesh.store import MeshCheckpoints
 from perilune.train.mesh.trainer import MeshTrainer
 from perilune.train.options import TrainConfig
 
@@ -50,6 +53,7 @@ class Case:
     mesh: dict[str, Any]
     model: dict[str, Any]
     options: dict[str, Any]
+    slack: float = 1.0  # of every tolerance
 
 
 def case(**mesh: Any) -> Case:
@@ -70,6 +74,13 @@ CASES: dict[str, Case] = {
     "pp4": Case({"pp": 4, "dp": 2}, {}, FOUR_MICROS),
     "pp2-virtual2": case(pp=2, virtual=2, dp=4),
     "pp2-cp2-tp2-ep4": case(pp=2, cp=2, tp=2, ep=4),
+    "activations": case(
+        dp=4, tp=2, ep=2, zero=3,
+        activations={
+            "kda": "recompute+offload", "mla": "recompute", "moe": "recompute", "mlp": "offload", "norm": "recompute",
+        },
+    ),
+    "bf16": Case({"dp": 2, "tp": 2, "cp": 2, "ep": 8}, {}, {"precision": "bf16"}, 200.0),
     "plain-residuals": Case({"pp": 2, "dp": 4, "zero": 3}, {"attn_res_block_size": None}, {}),
 }
 
@@ -145,7 +156,7 @@ def run_single(folder: Path, case: Case) -> Result:
     return Result(
         [r.loss for r in records], [r.grad_norm for r in records], grads[0], weights,
         [r.max_violation for r in records],
-        evaluate(trainer.model, trainer.data.held_out, trainer.options, 600, torch.float32),
+        evaluate(trainer.model, trainer.data.held_out, trainer.options, 600, trainer.dtype),
     )  # fmt: skip
 
 
@@ -180,19 +191,19 @@ def whole_tensors(mine: list[Any], shapes: dict[str, tuple[int, ...]]) -> dict[s
     return found
 
 
-def compare(got: Result, want: Result) -> None:
-    torch.testing.assert_close(torch.tensor(got.losses[:1]), torch.tensor(want.losses[:1]), rtol=2e-6, atol=0)
+def compare(got: Result, want: Result, slack: float) -> None:
+    near = lambda x, y, rtol: np.testing.assert_allclose(x, y, rtol=rtol * slack)  # noqa: E731
+    near(got.losses[:1], want.losses[:1], 2e-6)
     for name, w in want.gradients.items():
-        g = got.gradients[name]
-        error = (g - w).norm() / w.norm().clamp_min(1e-12)
-        assert error < 2e-4, f"gradient of {name}: relative error {error:.1e}"
-    torch.testing.assert_close(torch.tensor(got.norms[0]), torch.tensor(want.norms[0]), rtol=1e-4, atol=0)
-    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(want.losses), rtol=2e-3, atol=0)
+        error = (got.gradients[name] - w).norm() / w.norm().clamp_min(1e-12)
+        assert error < 2e-4 * slack, f"gradient of {name}: relative error {error:.1e}"
+    near(got.norms[0], want.norms[0], 1e-4)
+    near(got.losses, want.losses, 5e-4)
     for name, w in want.weights.items():
         error = (got.weights[name] - w).abs().max()
-        assert error < 2e-2 * w.abs().max().clamp_min(0.1), f"{name} after {OPTIONS.steps} steps: {error:.1e}"
+        assert error < 2e-2 * slack * w.abs().max().clamp_min(0.1), f"{name} after training: {error:.1e}"
     np.testing.assert_allclose(got.loads, want.loads, rtol=1e-6)
-    assert abs(got.held_out - want.held_out) < 5e-3 * want.held_out, (got.held_out, want.held_out)
+    near(got.held_out, want.held_out, 1e-3)
 
 
 def key(case: Case) -> str:
@@ -214,32 +225,76 @@ def check(folder: Path, name: str, case: Case) -> None:
         while not path.exists():
             time.sleep(0.1)
         try:
-            compare(got, torch.load(path, weights_only=False))
+            compare(got, torch.load(path, weights_only=False), case.slack)
         except AssertionError as error:  # rank 0's alone: the other cases can go on
             (folder / f"{name}.failed").write_text(str(error))
             return
         (folder / f"{name}.ok").touch()
 
 
-def main(rank: int, folder: Path, cases: dict[str, Case]) -> None:
+def check_resharding(folder: Path) -> None:
+    """Parameters and optimiser state are bit-equal on any mesh and in one process, and training goes on the same."""
+    files = dist.new_group(backend="gloo")
+    made = _trainer(folder, dp=2, cp=2, tp=2, ep=4)
+    made.train_step()
+    with MeshCheckpoints(folder / "checkpoints", 2, files) as checkpoints:
+        made.save(checkpoints)
+        after = made.train_step().loss  # while the files are written: they hold what was copied before
+        checkpoints.wait()
+    saved = open_checkpoint(latest(folder / "checkpoints"))
+    before: dict[str, torch.Tensor] = {}
+    for mesh in ({"dp": 2, "cp": 2, "tp": 2, "ep": 4}, {"pp": 2, "dp": 4, "ep": 2, "zero": 3}, {"dp": 8, "ep": 8}):
+        other = _trainer(folder, **mesh)
+        other.restore(saved)
+        found = _whole_state(other)
+        before = before or found
+        assert found.keys() == before.keys()
+        for name, value in found.items():
+            assert torch.equal(value, before[name]), f"{name} differs on {mesh}"
+        assert abs(other.train_step().loss - after) < 1e-4
+    if dist.get_rank() == 0:
+        one = Trainer(MODEL, OPTIONS, data(), folder, {})
+        one.restore(saved)
+        state = {n: t.clone() for n, t in one.optimizer.state_dict().items() if n != "skipped"}
+        state |= {n: t.detach() for n, t in (*one.model.named_parameters(), *one.model.named_buffers())}
+        assert state.keys() == before.keys(), state.keys() ^ before.keys()
+        for name, value in state.items():
+            assert torch.equal(as_matrix(value.reshape(value.shape or (1,))), as_matrix(before[name])), name
+
+
+def _trainer(folder: Path, **mesh: Any) -> MeshTrainer:
+    return MeshTrainer(MODEL, OPTIONS, data(), folder, {}, MeshConfig(forced_routing=True, **mesh))
+
+
+def _whole_state(trainer: MeshTrainer) -> dict[str, torch.Tensor]:
+    shapes = {n: shape or (1,) for n, (shape, _) in trainer.states.items()} | trainer.shapes
+    mine = [(h.name, h.box, h.values) for h in (*trainer.held(reading=True), *trainer.held_state(reading=True))]
+    return whole_tensors(mine, shapes)
+
+
+def main(rank: int, folder: Path, cases: dict[str, Case], resharding: bool) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), PROCESSES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=100))
     for name, one in cases.items():
         check(folder, name, one)
         dist.barrier()
+    if resharding:
+        check_resharding(folder / "resharding")
+        (folder / "resharding.ok").touch()
     dist.destroy_process_group()
 
 
 def spawn(folder: Path, names: list[str], limit: float = 240.0) -> dict[str, str]:
     """Fork the processes from this one, which has imported everything; all end when one fails or time is up."""
     cases = {name: one for name, one in CASES.items() if name in names or not names}
+    resharding = "resharding" in names or not names
     ranks = {}
     for rank in range(PROCESSES + 1):
         pid = os.fork()
         if pid == 0:
             try:
-                main(rank, folder, cases) if rank < PROCESSES else references(folder, [*cases.values()])
+                main(rank, folder, cases, resharding) if rank < PROCESSES else references(folder, [*cases.values()])
                 os._exit(0)
             except BaseException:  # the others wait for this rank: the world ends with the first error
                 (folder / f"error{rank}").write_text(traceback.format_exc(limit=-8))
