@@ -3,9 +3,10 @@
     class      kda | mla (attention)   mlp (dense, shared)   moe (router, latent maps, experts)   norm (their inputs)
     policy     keep          as it is
                recompute     only the inputs of that part are kept; it runs again in backward
-               fp8           e4m3 in blocks of 128 values with one fp32 scale each; 16- and 32-bit floats alone
+               fp8           inputs of products [tokens, width]: e4m3 in blocks of 128 values, an fp32 scale each
                offload       in pinned host memory, fetched back when needed
 
+What ops keep for themselves, in more axes, is never rounded: a decay's logarithm off by 6% is another decay.
 Policies join with +, "recompute+fp8+offload": what recomputing keeps is quantised, then moved. They act through hooks
 on saved tensors and wrap functions, so no model code knows of them. Weights are never touched, nor anything small.
 Reads of the AttnRes stream need none: their op saves its sources, which every layer shares, and recomputes the rest.
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
@@ -37,6 +39,8 @@ def check_policies(policies: Mapping[str, str]) -> None:
         words = policy.split("+")
         if unknown := [w for w in words if w not in WORDS]:
             raise ValueError(f"mesh.activations.{name}: unknown policy {unknown[0]!r}; they are {', '.join(WORDS)}.")
+        if name == "kda" and {"recompute", "fp8"} <= set(words):  # half of A_log's gradient was lost in a test
+            raise ValueError("mesh.activations.kda: recomputing decays from a rounded input loses their gradient.")
         if "keep" in words and len(words) > 1:
             raise ValueError(f'mesh.activations.{name}: "keep" joins with nothing, not {policy!r}.')
 
@@ -55,7 +59,7 @@ class Packed:
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 codes [N, 128] and fp32 scales [N, 1] of a tensor's values in storage order, zero-padded to whole blocks."""
     flat = x.reshape(-1).float()
-    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+    flat = F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     scale = flat.abs().amax(1, keepdim=True).clamp_min_(1e-30) / _E4M3_MAX
     return (flat / scale).to(torch.float8_e4m3fn), scale
 
@@ -65,17 +69,16 @@ def dequantize(codes: Tensor, scale: Tensor, shape: torch.Size, dtype: torch.dty
 
 
 class _WeightsSeen(TorchFunctionMode):
-    """Notes what is concatenated from weights alone, as several products of one input do: it is a weight too."""
+    """Notes the second operand of every linear map: parameters, and copies of several joined for one product."""
 
     def __init__(self, kept: set[int]) -> None:
         super().__init__()
         self.kept = kept
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.cat and all(isinstance(x, nn.Parameter) for x in args[0]):
-            self.kept.add(_address(out))
-        return out
+        if func is F.linear:
+            self.kept.add(_address(args[1]))
+        return func(*args, **(kwargs or {}))
 
 
 class Storage:
@@ -94,7 +97,7 @@ class Storage:
         if x.numel() < _SMALL or not x.is_floating_point() or _address(x) in kept:
             return x
         codes, scale = x.detach(), None
-        if self.fp8 and x.dtype.itemsize in (2, 4):
+        if self.fp8 and x.dim() == 2 and x.dtype.itemsize in (2, 4):
             codes, scale = quantize(x)
         if self.offload:
             codes, scale = _to_host(codes), None if scale is None else _to_host(scale)

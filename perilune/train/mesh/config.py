@@ -68,7 +68,10 @@ class MeshConfig:
         dp = self.dp or max(processes // others, 1)
         if dp * others != processes:
             sizes = f"pp {self.pp} · dp {dp} · cp {self.cp} · tp {self.tp}"
-            raise ValueError(f"mesh: {sizes} needs {dp * others} processes, there are {processes}: torchrun --nproc-per-node N -m perilune run .")
+            raise ValueError(
+                f"mesh: {sizes} needs {dp * others} processes, there are {processes}; "
+                "start with torchrun --nproc-per-node N -m perilune run."
+            )
         return replace(self, dp=dp)
 
     def check(self, model: ModelConfig, train: TrainConfig) -> None:

@@ -112,7 +112,7 @@ def test_stages_are_even_and_share_blocks_once(layers: int, stages: int) -> None
         ({"cp": 8}, r"num_attention_heads 4 is not divided"),
         ({"pp": 8}, r"mesh.pp · mesh.virtual = 8 stages are more than the model's 5 layers"),
         ({"virtual": 2}, "mesh.virtual is 2, but mesh.pp is 1"),
-        ({"dp": 3}, "needs 3 processes, torchrun started 8"),
+        ({"dp": 3}, "needs 3 processes, there are 8"),
         ({"activations": {"kda": "fp4"}}, "unknown policy 'fp4'"),
         ({"activations": {"gdn": "keep"}}, "mesh.activations.gdn is no tensor class"),
         ({"activations": {"kda": "keep+fp8"}}, "joins with nothing"),

@@ -75,9 +75,16 @@ CASES: dict[str, Case] = {
     "pp2-virtual2": case(pp=2, virtual=2, dp=4),
     "pp2-cp2-tp2-ep4": case(pp=2, cp=2, tp=2, ep=4),
     "activations": case(
-        dp=4, tp=2, ep=2, zero=3,
+        dp=4,
+        tp=2,
+        ep=2,
+        zero=3,
         activations={
-            "kda": "recompute+offload", "mla": "recompute", "moe": "recompute", "mlp": "offload", "norm": "recompute",
+            "kda": "recompute+offload",
+            "mla": "recompute",
+            "moe": "recompute",
+            "mlp": "offload",
+            "norm": "recompute",
         },
     ),
     "bf16": Case({"dp": 2, "tp": 2, "cp": 2, "ep": 8}, {}, {"precision": "bf16"}, 200.0),
