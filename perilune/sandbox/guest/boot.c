@@ -151,7 +151,7 @@ static void add_entropy(const uint8_t *bytes) {
 void set_identity(const uint8_t *payload, uint32_t length) {
   int64_t now;
   uint32_t most;
-  static char *kept;
+  static char *kept, name[65];
   static uint32_t processes;
   if (length < 8 + 64 + 4 + 2 || payload[length - 1]) return;
   memcpy(&now, payload, 8), memcpy(&most, payload + 72, 4);
@@ -163,7 +163,8 @@ void set_identity(const uint8_t *payload, uint32_t length) {
   kept = malloc(size);
   memcpy(kept, payload + 76, size);
   char *text = kept, *end = kept + size, limit[16];
-  if (*text && !sethostname(text, strlen(text))) put("/run/perilune/hostname", text);
+  if (*text && strcmp(text, name) && strlen(text) < sizeof name && !sethostname(text, strlen(text)))
+    put("/run/perilune/hostname", strcpy(name, text)); /* only a fork has another: a resume is quicker without */
   text += strlen(text) + 1;
   if (text < end && *text) set_network(text);
   if (text < end) text += strlen(text) + 1;
