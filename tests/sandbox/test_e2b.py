@@ -1,15 +1,13 @@
 """The unmodified `e2b` SDK against our server: create, run, files, pty, pause, fork, snapshot, build, metrics."""
 
-import asyncio
 import io
 import os
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from aiohttp import web
+from sandbox.served import served
 
 from perilune.sandbox.http.app import Server
 from perilune.sandbox.http.auth import Keys
@@ -23,32 +21,10 @@ KEY = "e2b_" + "0" * 40
 
 @pytest.fixture(scope="module")
 def url(runtime: Runtime) -> Iterator[str]:
-    loop, started, address = asyncio.new_event_loop(), threading.Event(), []
-
-    async def begin() -> web.AppRunner:
-        runner = web.AppRunner(Server(runtime, Keys.load(runtime.home, KEY)).app())
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        address.append(site._server.sockets[0].getsockname()[1])  # type: ignore[union-attr]
-        return runner
-
-    def serve() -> None:
-        asyncio.set_event_loop(loop)
-        runner = loop.run_until_complete(begin())
-        started.set()
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    assert started.wait(10)
-    found = f"http://127.0.0.1:{address[0]}"
-    os.environ |= {"E2B_API_URL": found, "E2B_SANDBOX_URL": found, "E2B_API_KEY": KEY}
-    yield found
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(20)
+    with served(Server(runtime, Keys.load(runtime.home, KEY)).app()) as port:
+        found = f"http://127.0.0.1:{port}"
+        os.environ |= {"E2B_API_URL": found, "E2B_SANDBOX_URL": found, "E2B_API_KEY": KEY}
+        yield found
 
 
 @pytest.fixture(scope="module")

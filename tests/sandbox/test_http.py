@@ -1,21 +1,19 @@
 """Bytes and JSON of strangers against the whole server, with a runtime that holds one sandbox and no machine: whatever
 comes, the answer is a refusal in the protocol's words, never a fault of ours."""
 
-import asyncio
 import contextlib
 import http.client
 import json
 import struct
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sandbox.served import served
 
 from perilune.sandbox.agent import wire
 from perilune.sandbox.catalogue import Phase, Record
@@ -89,29 +87,8 @@ class Runtime:
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     home = tmp_path_factory.mktemp("http")
-    loop, started, found = asyncio.new_event_loop(), threading.Event(), []
-
-    async def begin() -> web.AppRunner:
-        runner = web.AppRunner(Server(Runtime(home), Keys.load(home, KEY)).app())  # type: ignore[arg-type]
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        found.append(site._server.sockets[0].getsockname()[1])  # type: ignore[union-attr]
-        return runner
-
-    def serve() -> None:
-        runner = loop.run_until_complete(begin())
-        started.set()
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    assert started.wait(10)
-    yield found[0]
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    with served(Server(Runtime(home), Keys.load(home, KEY)).app()) as found:  # type: ignore[arg-type]
+        yield found
 
 
 def _post(port: int, path: str, body: bytes, stream: bool = False) -> tuple[int, bytes]:

@@ -6,12 +6,8 @@ import binascii
 import contextlib
 import hashlib
 import hmac
-import json
-import secrets
-import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
@@ -19,47 +15,19 @@ from urllib.parse import quote
 from aiohttp import web
 
 from perilune.sandbox.agent import wire
-from perilune.sandbox.agent.client import Event, Stream, check
-from perilune.sandbox.agent.wire import Command, Entry, Op, Type
-from perilune.sandbox.errors import GuestError, InvalidRequest, NotFound, SandboxError, Unauthorized
+from perilune.sandbox.agent.client import check
+from perilune.sandbox.agent.wire import Op, Type
+from perilune.sandbox.errors import GuestError, InvalidRequest, MachineLost, NotFound, SandboxError, Unauthorized
 from perilune.sandbox.http import connect
 from perilune.sandbox.http.bridge import AsyncInbox, blocking
+from perilune.sandbox.http.directories import Directories
+from perilune.sandbox.http.processes import Items, Processes
 from perilune.sandbox.live import Live
 from perilune.sandbox.runtime import Runtime
 
 VERSION = "0.5.7"  # what is implemented; the SDK asks nothing of a later one
 PORT = 49983
-_KINDS = {"f": "FILE_TYPE_FILE", "d": "FILE_TYPE_DIRECTORY", "l": "FILE_TYPE_SYMLINK"}
-_SIGNALS = {"SIGNAL_SIGTERM": signal.SIGTERM, "SIGNAL_SIGKILL": signal.SIGKILL, 15: signal.SIGTERM, 9: signal.SIGKILL}
 _PIECE = 256 << 10
-Items = AsyncIterator[dict[str, Any]]
-
-
-@dataclass
-class Watcher:
-    """A directory watch that is polled."""
-
-    stream: Stream
-    buffer: bytearray = field(default_factory=bytearray)
-    changes: list[wire.Change] = field(default_factory=list)
-
-
-def entry_json(entry: Entry) -> dict[str, Any]:
-    """E2B's EntryInfo."""
-    final = entry.target_kind if entry.kind == "l" and entry.target_kind != "?" else entry.kind
-    when = datetime.fromtimestamp(entry.mtime_ns / 1e9, UTC).isoformat().replace("+00:00", "Z")
-    info = {
-        "name": entry.name, "type": _KINDS.get(final, "FILE_TYPE_UNSPECIFIED"), "path": entry.path,
-        "size": str(entry.size), "mode": entry.mode & 0o7777, "permissions": permissions(entry.mode),
-        "owner": entry.owner, "group": entry.group, "modifiedTime": when,
-    }  # fmt: skip
-    return {**info, "symlinkTarget": entry.target} if entry.kind == "l" else info
-
-
-def permissions(mode: int) -> str:
-    """-rwxr-xr-x"""
-    kind = {0o040000: "d", 0o120000: "L"}.get(mode & 0o170000, "-")
-    return kind + "".join(letter if mode >> (8 - i) & 1 else "-" for i, letter in enumerate("rwxrwxrwx"))
 
 
 def signature(path: str, operation: str, user: str, token: str, expires: str | None) -> str:
@@ -73,19 +41,20 @@ class Envd:
 
     def __init__(self, runtime: Runtime, token: Callable[[str], str | None]) -> None:
         self._runtime, self._token = runtime, token
-        self._watchers: dict[tuple[str, str], Watcher] = {}
-        unary = {
-            "process.Process": (self.list, self.send_input, self.send_signal, self.close_stdin, self.update),
+        self._processes, directories = Processes(), Directories()
+        p, d = self._processes, directories
+        services = {
+            "process.Process": (p.list, p.send_input, p.send_signal, p.close_stdin, p.update),
             "filesystem.Filesystem": (
-                self.stat, self.list_dir, self.make_dir, self.move, self.remove,
-                self.create_watcher, self.get_watcher_events, self.remove_watcher,
+                d.stat, d.list_dir, d.make_dir, d.move, d.remove, d.create_watcher, d.get_watcher_events,
+                d.remove_watcher,
             ),
         }  # fmt: skip
-        self._unary = {f"/{service}/{_camel(m.__name__)}": m for service, methods in unary.items() for m in methods}
+        self._unary = {f"/{service}/{_camel(m.__name__)}": m for service, methods in services.items() for m in methods}
         self._streams: dict[str, Callable[..., Items]] = {
-            "/process.Process/Start": self.start,
-            "/process.Process/Connect": self.join,
-            "/filesystem.Filesystem/WatchDir": self.watch_dir,
+            "/process.Process/Start": p.start,
+            "/process.Process/Connect": p.join,
+            "/filesystem.Filesystem/WatchDir": d.watch_dir,
         }
 
     async def handle(self, request: web.Request, identity: str) -> web.StreamResponse:
@@ -141,7 +110,7 @@ class Envd:
     async def _call(self, request: web.Request, live: Live) -> web.Response:
         try:
             if request.path == "/process.Process/StreamInput":
-                await self._stream_input(request, live)
+                await self._processes.stream_input(live, await request.read())
                 return web.json_response({})
             method = self._unary.get(request.path)
             if method is None:
@@ -174,213 +143,6 @@ class Envd:
         await response.write(connect.envelope(end, connect.END_STREAM))
         await response.write_eof()
         return response
-
-    # ---- processes ----
-
-    async def start(self, live: Live, body: dict[str, Any], user: str, interval: float | None) -> Items:
-        """Run a command and tell what it says."""
-        config, size = body.get("process") or {}, (body.get("pty") or {}).get("size")
-        env = tuple((str(k), str(v)) for k, v in (config.get("envs") or {}).items())
-        argv = (str(config["cmd"]), *map(str, config.get("args") or ()))
-        pty = (int(size.get("cols", 80)), int(size.get("rows", 24))) if size else None
-        stdin = body.get("stdin", True) is not False
-        cwd = str(config.get("cwd") or live.record.workdir)
-        command = Command(argv, user, cwd, env, pty, stdin, str(body.get("tag") or ""))
-        inbox = AsyncInbox()
-        stream = await blocking(live.agent.execute, command, inbox)
-        async for item in self._events(stream, inbox, interval, command.pty is not None):
-            yield item
-
-    async def join(self, live: Live, body: dict[str, Any], _user: str, interval: float | None) -> Items:
-        """Follow a command that runs already."""
-        stream = await blocking(find_process, live, body.get("process") or {})
-        inbox = AsyncInbox()
-        stream.listen(inbox)
-        yield {"event": {"start": {"pid": stream.pid}}}
-        pty = stream.command is not None and stream.command.pty is not None
-        async for item in self._events(stream, inbox, interval, pty):
-            yield item
-
-    async def _events(self, stream: Stream, inbox: AsyncInbox, interval: float | None, pty: bool) -> Items:
-        try:
-            while True:
-                try:
-                    event = await inbox.get(interval)
-                except TimeoutError:
-                    yield {"event": {"keepalive": {}}}
-                    continue
-                if event.error:
-                    raise _start_error(event.error, stream)
-                if event.type is Type.EXITED:
-                    yield {"event": {"end": _end(event)}}
-                    return
-                if event.type is Type.STARTED:
-                    yield {"event": {"start": {"pid": stream.pid}}}
-                elif event.type is Type.DATA:
-                    name = "pty" if pty else "stderr" if event.channel == wire.ERRORS else "stdout"
-                    yield {"event": {"data": {name: base64.b64encode(event.data).decode()}}}
-                    await blocking(event.done)
-        finally:
-            inbox.leave(stream)
-
-    async def list(self, live: Live, _body: dict[str, Any], _user: str) -> dict[str, Any]:
-        """What runs."""
-        found = []
-        for stream in live.agent.commands:
-            command = stream.command
-            assert command is not None
-            config = {
-                "cmd": command.argv[0],
-                "args": list(command.argv[1:]),
-                "envs": dict(command.env),
-                "cwd": command.cwd,
-            }
-            found.append({"config": config, "pid": stream.pid, **({"tag": command.tag} if command.tag else {})})
-        return {"processes": found}
-
-    async def send_input(self, live: Live, body: dict[str, Any], _user: str) -> dict[str, Any]:
-        """Bytes to a command's standard input or terminal."""
-        stream, given = find_process(live, body.get("process") or {}), body.get("input") or {}
-        data = base64.b64decode(given.get("stdin") or given.get("pty") or "", validate=True)
-        await blocking(stream.write, data)
-        return {}
-
-    async def _stream_input(self, request: web.Request, live: Live) -> None:
-        stream: Stream | None = None
-        for item in connect.messages(await request.read()):
-            item = item.get("event") or item
-            if "start" in item:
-                stream = find_process(live, item["start"].get("process") or {})
-            elif "data" in item and stream:
-                given = item["data"].get("input") or {}
-                data = given.get("stdin") or given.get("pty") or ""
-                await blocking(stream.write, base64.b64decode(data, validate=True))
-
-    async def send_signal(self, live: Live, body: dict[str, Any], _user: str) -> dict[str, Any]:
-        """SIGTERM or SIGKILL."""
-        stream = find_process(live, body.get("process") or {})
-        number = _SIGNALS.get(body.get("signal", ""))
-        if number is None:
-            raise InvalidRequest("the signal must be SIGNAL_SIGTERM or SIGNAL_SIGKILL")
-        await blocking(stream.signal, int(number))
-        return {}
-
-    async def close_stdin(self, live: Live, body: dict[str, Any], _user: str) -> dict[str, Any]:
-        """End of input."""
-        await blocking(find_process(live, body.get("process") or {}).end_input)
-        return {}
-
-    async def update(self, live: Live, body: dict[str, Any], _user: str) -> dict[str, Any]:
-        """A terminal's new size."""
-        size = (body.get("pty") or {}).get("size") or {}
-        stream = find_process(live, body.get("process") or {})
-        await blocking(stream.resize, int(size.get("cols", 80)) & 0xFFFF, int(size.get("rows", 24)) & 0xFFFF)
-        return {}
-
-    # ---- directories ----
-
-    async def _entry(self, live: Live, user: str, path: str) -> dict[str, Any]:
-        records = await blocking(live.agent.call, Op.STAT, user, path)
-        return entry_json(wire.entries(records)[0])
-
-    async def stat(self, live: Live, body: dict[str, Any], user: str) -> dict[str, Any]:
-        """One entry."""
-        return {"entry": await self._entry(live, user, _path(body))}
-
-    async def list_dir(self, live: Live, body: dict[str, Any], user: str) -> dict[str, Any]:
-        """A directory, `depth` levels deep."""
-        depth = int(body.get("depth") or 1)
-        if not 1 <= depth <= 64:
-            raise InvalidRequest(f"depth must be between 1 and 64, not {depth}")
-        records = await blocking(live.agent.call, Op.LISTDIR, user, _path(body), "", depth)
-        return {"entries": [entry_json(entry) for entry in wire.entries(records)]}
-
-    async def make_dir(self, live: Live, body: dict[str, Any], user: str) -> dict[str, Any]:
-        """With its parents; already_exists when it is there."""
-        await blocking(live.agent.call, Op.MAKEDIR, user, _path(body))
-        return {"entry": await self._entry(live, user, _path(body))}
-
-    async def move(self, live: Live, body: dict[str, Any], user: str) -> dict[str, Any]:
-        """Rename."""
-        source, target = _path(body, "source"), _path(body, "destination")
-        await blocking(live.agent.call, Op.MOVE, user, source, target)
-        return {"entry": await self._entry(live, user, target)}
-
-    async def remove(self, live: Live, body: dict[str, Any], user: str) -> dict[str, Any]:
-        """A file or a whole tree."""
-        await blocking(live.agent.call, Op.REMOVE, user, _path(body))
-        return {}
-
-    async def watch_dir(self, live: Live, body: dict[str, Any], user: str, interval: float | None) -> Items:
-        """Changes as they happen."""
-        inbox, buffer = AsyncInbox(), bytearray()
-        stream = await blocking(live.agent.operate, _watch(body, user), inbox)
-        try:
-            while True:
-                try:
-                    event = await inbox.get(interval)
-                except TimeoutError:
-                    yield {"keepalive": {}}
-                    continue
-                if event.error:
-                    raise event.error
-                if event.type is Type.EXITED:
-                    check(event, _path(body))
-                    return
-                if event.type is Type.DATA:
-                    buffer += event.data
-                    await blocking(event.done)
-                    for change in wire.changes(buffer):
-                        yield {"start": {}} if change.kind == "ready" else {"filesystem": _change(change)}
-        finally:
-            await blocking(stream.close)
-
-    async def create_watcher(self, live: Live, body: dict[str, Any], user: str) -> dict[str, Any]:
-        """A watch that is polled with `get_watcher_events`."""
-        inbox = AsyncInbox()
-        stream = await blocking(live.agent.operate, _watch(body, user), inbox)
-        watcher = Watcher(stream)
-        while True:  # until it stands, or the path is refused
-            event = await inbox.get(30)
-            if event.error:
-                raise event.error
-            if event.type is Type.EXITED:
-                check(event, _path(body))
-            if event.type is Type.DATA:
-                break
-        watcher.buffer += event.data
-        wire.changes(watcher.buffer)
-
-        def collect(event: Event) -> None:
-            watcher.buffer += event.data if event.type is Type.DATA else b""
-            watcher.changes += wire.changes(watcher.buffer)
-            del watcher.changes[:-10_000]
-            event.done()
-
-        stream.listen(collect)
-        inbox.leave(stream)
-        name = secrets.token_hex(8)
-        self._watchers[live.record.id, name] = watcher
-        return {"watcherId": name}
-
-    async def get_watcher_events(self, live: Live, body: dict[str, Any], _user: str) -> dict[str, Any]:
-        """What changed since the last time."""
-        watcher = self._watcher(live, body)
-        changes, watcher.changes = watcher.changes, []
-        return {"events": [_change(change) for change in changes if change.kind != "ready"]}
-
-    async def remove_watcher(self, live: Live, body: dict[str, Any], _user: str) -> dict[str, Any]:
-        """Stop."""
-        watcher = self._watcher(live, body)
-        del self._watchers[live.record.id, str(body.get("watcherId"))]
-        await blocking(watcher.stream.close)
-        return {}
-
-    def _watcher(self, live: Live, body: dict[str, Any]) -> Watcher:
-        found = self._watchers.get((live.record.id, str(body.get("watcherId"))))
-        if not found:
-            raise NotFound(f"watcher {body.get('watcherId')!r} was not found")
-        return found
 
     # ---- files ----
 
@@ -464,64 +226,17 @@ def _quote(text: str) -> str:
     return quote(text, safe="")
 
 
-def _path(body: dict[str, Any], key: str = "path") -> str:
-    path = body.get(key)
-    if not isinstance(path, str) or not path:
-        raise InvalidRequest(f"the message lacks `{key}`")
-    return path
-
-
-def _watch(body: dict[str, Any], user: str) -> bytes:
-    return wire.operation(Op.WATCH, user, _path(body), "", int(bool(body.get("recursive"))))
-
-
-def _change(change: wire.Change) -> dict[str, str]:
-    return {"name": change.name, "type": f"EVENT_TYPE_{change.kind.upper()}"}
-
-
 def _file_refusal(error: GuestError) -> web.Response:
     status = {2: 404, 1: 401, 13: 401, 28: 507}.get(error.errno, 400)
     return web.json_response({"code": status, "message": str(error)}, status=status)
 
 
-def _start_error(error: SandboxError, stream: Stream) -> SandboxError:
-    if isinstance(error, GuestError) and stream.command and not stream.pid:
-        message = f"{stream.command.argv[0]}: {error}"
-        return NotFound(message) if error.errno == 2 and "user" not in str(error) else InvalidRequest(message)
-    return error
-
-
-def _end(event: Event) -> dict[str, Any]:
-    code, number = event.numbers
-    if number:
-        name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
-        return {"exitCode": -1, "exited": False, "status": f"signal: {name}", "error": f"signal: {name}"}
-    end = {"exitCode": code, "exited": True, "status": f"exit status {code}"}
-    return {**end, "error": f"exit status {code}"} if code else end
-
-
-def find_process(live: Live, selector: dict[str, Any]) -> Stream:
-    """By pid or tag; NotFound."""
-    for stream in live.agent.commands:
-        tag = stream.command.tag if stream.command else ""
-        if (selector.get("pid") is not None and stream.pid == selector["pid"]) or (tag and tag == selector.get("tag")):
-            return stream
-    raise NotFound(f"process {json.dumps(selector)} was not found")
-
-
 def usage(live: Live) -> dict[str, Any]:
     """What the guest uses now: E2B's metric fields."""
-    text = live.agent.call(Op.STATS, "root").decode()
-    memory, cpu, disk = {}, (0, 0), (0, 0)
-    for line in text.splitlines():
-        key, *values = line.split()
-        if key.endswith(":"):
-            memory[key[:-1]] = int(values[0]) << 10
-        elif key == "cpu":
-            ticks = [int(value) for value in values]
-            cpu = (sum(ticks) - ticks[3] - ticks[4], sum(ticks))
-        elif key == "disk":
-            disk = (int(values[0]), int(values[1]))
+    try:
+        memory, cpu, disk = _parse(live.agent.call(Op.STATS, "root").decode())
+    except (ValueError, IndexError):
+        raise MachineLost("the guest's agent sent malformed statistics") from None
     cached = memory.get("Cached", 0) + memory.get("Buffers", 0)
     total = memory.get("MemTotal", 0)
     now = datetime.now(UTC)
@@ -531,3 +246,19 @@ def usage(live: Live) -> dict[str, Any]:
         "memTotal": total, "memUsed": total - memory.get("MemFree", 0) - cached, "memCache": cached,
         "diskTotal": disk[0], "diskUsed": disk[0] - disk[1],
     }  # fmt: skip
+
+
+def _parse(text: str) -> tuple[dict[str, int], tuple[int, int], tuple[int, int]]:
+    """Memory in bytes by /proc/meminfo's names; CPU ticks busy and in all; disk bytes in all and free."""
+    memory: dict[str, int] = {}
+    cpu, disk = (0, 0), (0, 0)
+    for line in text.splitlines():
+        key, *values = line.split()
+        if key.endswith(":"):
+            memory[key[:-1]] = int(values[0]) << 10
+        elif key == "cpu":
+            ticks = [int(value) for value in values]
+            cpu = (sum(ticks) - ticks[3] - ticks[4], sum(ticks))
+        elif key == "disk":
+            disk = (int(values[0]), int(values[1]))
+    return memory, cpu, disk
