@@ -17,13 +17,14 @@ import typer
 
 from perilune.sandbox import setup as parts
 from perilune.sandbox.catalogue import Network
+from perilune.sandbox.commands import Process
 from perilune.sandbox.doctor import examine
 from perilune.sandbox.errors import SandboxError
 from perilune.sandbox.images.recipe import build as run_recipe
 from perilune.sandbox.images.recipe import parse
 from perilune.sandbox.images.source import Builder, Image
 from perilune.sandbox.runtime import Runtime
-from perilune.sandbox.sandbox import Process, Sandbox
+from perilune.sandbox.sandbox import Sandbox
 from perilune.sandbox.template import add_template, known_templates
 from perilune.sandbox.vmm.driver import Shape
 

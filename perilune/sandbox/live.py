@@ -12,7 +12,8 @@ from pathlib import Path
 
 from perilune.sandbox import disk, memory, setup
 from perilune.sandbox.agent import wire
-from perilune.sandbox.agent.client import Agent, Inbox
+from perilune.sandbox.agent.client import Agent
+from perilune.sandbox.agent.stream import Inbox
 from perilune.sandbox.agent.wire import Command, Op, Type
 from perilune.sandbox.catalogue import Record
 from perilune.sandbox.errors import GuestError, SandboxError, SnapshotCorrupt

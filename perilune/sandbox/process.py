@@ -17,10 +17,11 @@ from pathlib import Path
 from perilune.sandbox import setup
 from perilune.sandbox.agent import wire
 from perilune.sandbox.agent.client import Agent
+from perilune.sandbox.commands import Commands
 from perilune.sandbox.errors import Conflict, NotFound, SandboxError, SetupMissing, VmmDied
 from perilune.sandbox.files import remove
+from perilune.sandbox.filesystem import Files
 from perilune.sandbox.limits import Group
-from perilune.sandbox.sandbox import Commands, Files
 from perilune.sandbox.vmm.child import Child
 
 _CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_KILL")

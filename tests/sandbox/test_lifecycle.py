@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perilune.sandbox.agent.client import Inbox
+from perilune.sandbox.agent.stream import Inbox
 from perilune.sandbox.agent.wire import Command, Op, Type
 from perilune.sandbox.catalogue import Phase
 from perilune.sandbox.errors import (

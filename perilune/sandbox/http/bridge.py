@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from perilune.sandbox.agent.client import Event, Stream
+from perilune.sandbox.agent.stream import Event, Stream
 
 P = ParamSpec("P")
 T = TypeVar("T")

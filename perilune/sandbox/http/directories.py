@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from perilune.sandbox.agent import wire
-from perilune.sandbox.agent.client import Event, Stream, check
+from perilune.sandbox.agent.stream import Event, Stream, check
 from perilune.sandbox.agent.wire import Entry, Op, Type
 from perilune.sandbox.errors import InvalidRequest, NotFound
 from perilune.sandbox.http.bridge import AsyncInbox, blocking

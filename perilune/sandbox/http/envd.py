@@ -15,7 +15,7 @@ from urllib.parse import quote
 from aiohttp import web
 
 from perilune.sandbox.agent import wire
-from perilune.sandbox.agent.client import check
+from perilune.sandbox.agent.stream import check
 from perilune.sandbox.agent.wire import Op, Type
 from perilune.sandbox.errors import GuestError, InvalidRequest, MachineLost, NotFound, SandboxError, Unauthorized
 from perilune.sandbox.http import connect

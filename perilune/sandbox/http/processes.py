@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from perilune.sandbox.agent import wire
-from perilune.sandbox.agent.client import Event, Stream
+from perilune.sandbox.agent.stream import Event, Stream
 from perilune.sandbox.agent.wire import Command, Type
 from perilune.sandbox.errors import GuestError, InvalidRequest, NotFound, SandboxError
 from perilune.sandbox.http import connect
