@@ -40,7 +40,11 @@ class Cache(Protocol):
         """(state [N, H, K, V] fp32, conv tail [N, C, W−1]) of the layout's slots."""
         ...
 
-    def write_kda(self, layer: int, layout: Layout, state: Tensor, tail: Tensor) -> None: ...
+    def write_kda(
+        self, layer: int, layout: Layout, state: Tensor, tail: Tensor, exports: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """exports: (states [E, H, K, V], tails [E, C, W−1]) after the layout's export_at."""
+        ...
 
     def place_kda(self, layer: int, layout: Layout) -> Place | None:
         """For a decoding window, all sequences as long, that updates the storage itself; None: read and write."""
@@ -152,8 +156,10 @@ class Dense:
     def read_kda(self, layer: int, layout: Layout) -> tuple[Tensor, Tensor]:
         return self.kda[layer][layout.slots], self.conv[layer][layout.slots]
 
-    def write_kda(self, layer: int, layout: Layout, state: Tensor, tail: Tensor) -> None:
-        assert layout.slots is not None
+    def write_kda(
+        self, layer: int, layout: Layout, state: Tensor, tail: Tensor, exports: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        assert layout.slots is not None and exports is None
         self.kda[layer] = self.kda[layer].index_copy(0, layout.slots, state)
         self.conv[layer] = self.conv[layer].index_copy(0, layout.slots, tail.to(self.conv[layer].dtype))
 

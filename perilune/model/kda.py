@@ -56,15 +56,17 @@ class KDA(nn.Module):
         z = z.reshape(1, tokens, c.kda_num_heads, -1)
         if taps is not None:
             taps.decay(self.layer, z, self.A_log, self.dt_bias, c.gate_lower_bound)
-        rules = self._rules | {"state": state}
+        rules, exports = self._rules | {"state": state}, None
         if cache is not None and layout.one_each:
             q, k, v, z = (part.squeeze(0) for part in (q, k, v, z))
             o, state = kda_step(q, k, v, z, beta, **rules)
         else:
             packing: dict[str, Any] = {"cu_seqlens": layout.cu_seqlens, "lengths": layout.lengths}
-            o, state, _ = kda(q, k, v, z, beta.unsqueeze(0), **packing, **rules)
+            packing["export_at"] = layout.export_at or None
+            o, state, exported = kda(q, k, v, z, beta.unsqueeze(0), **packing, **rules)
+            exports = None if exported is None else (exported, self._tails(qkv, layout))
         if cache is not None:
-            cache.write_kda(self.layer, layout, state, tail)
+            cache.write_kda(self.layer, layout, state, tail, exports)
         gate = None if gate is None else gate.reshape(o.shape)
         y = gated_rms_norm(o, gate, self.o_norm.weight, c.rms_norm_eps)
         return self.o_proj(y.reshape(tokens, -1))
@@ -78,6 +80,11 @@ class KDA(nn.Module):
         c = self.config
         gate = {"A_log": self.A_log, "dt_bias": self.dt_bias, "lower_bound": c.gate_lower_bound}
         return gate | {"delta": c.kda_delta}
+
+    def _tails(self, qkv: Tensor, layout: Layout) -> Tensor:
+        """The conv tails [E, C, W−1] at the layout's exports, from the projections [T, C]."""
+        ends = torch.tensor(layout.export_at, device=qkv.device).unsqueeze(1)
+        return qkv[ends + torch.arange(1 - self.config.short_conv_kernel_size, 0, device=qkv.device)].transpose(1, 2)
 
     def _window(self, x: Tensor, layout: Layout, place: Place) -> Tensor:
         """The same for a few tokens of each sequence, in place and in one call."""

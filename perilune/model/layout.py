@@ -18,12 +18,15 @@ class Layout:
     cu_seqlens: int64 [N+1] on the device, borders of the sequences.
     slots: int64 [N], the cache row each sequence owns; absent without a cache.
     past: tokens each sequence already has in the cache, on the host; empty without one.
+    export_at: offsets on the token axis, each a multiple of 16 from its sequence's start, after whose tokens the cache
+        wants the KDA states too: checkpoints inside a chunk.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     slots: Tensor | None = None
     past: tuple[int, ...] = ()
+    export_at: tuple[int, ...] = ()
 
     @classmethod
     def packed(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Self:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -154,7 +155,10 @@ class Engine:
         """The model on some tokens of each sequence, after what it has computed."""
         paged, past = self.scheduler.paged, [s.computed for s in batch.sequences]
         tokens = torch.tensor([t for some in feed for t in some], device=self.device)
-        layout = paged.layout([len(f) for f in feed], [s.row for s in batch.sequences], past, accepted)
+        lengths = [len(f) for f in feed]
+        starts = accumulate(lengths, initial=0)
+        exports = [(a + end - s.computed, b) for a, s in zip(starts, batch.sequences) for end, b in s.exports]
+        layout = paged.layout(lengths, [s.row for s in batch.sequences], past, accepted, exports)
         return self.model(tokens, layout, paged, logits="none")
 
     def _hear(self, s: Sequence, hidden: Tensor) -> None:

@@ -23,6 +23,7 @@ class Pages(Layout):
     """A batch on a pool: kda_pages [KDA layers, N], mla_pages [MLA layers, N, J], page_tokens P.
 
     window: decode in place. accepted [N]: how many of each row's cached drafts the window continues from.
+    export_pages [KDA layers, E]: where the states of export_at go.
     """
 
     kda_pages: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -30,6 +31,7 @@ class Pages(Layout):
     page_tokens: int = 1
     window: bool = False
     accepted: Tensor | None = None
+    export_pages: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -58,7 +60,7 @@ class Paged:
         self.mla_pages = torch.zeros(len(self._mla), rows, g.blocks_for(context), dtype=torch.int64, device=device)
         self._layers = layers or {}
         self._drafts = {layer: _drafts(g, rows, drafts, device) for layer in self._kda} if drafts else {}
-        self._in_place = device.type == "cuda" and windowed(g)
+        self._in_place = windowed(g)
 
     # --- the tables -----------------------------------------------------------------------------------------
 
@@ -81,19 +83,29 @@ class Paged:
         rows: Sequence[int],
         past: Sequence[int],
         accepted: Sequence[int] | None = None,
+        exports: Sequence[tuple[int, Block]] = (),
     ) -> Pages:
         """The batch that appends lengths[i] tokens to row rows[i], which holds past[i].
 
         accepted: makes it a window, and says how many drafts of each row's last window were right.
+        exports: (offset on the token axis, block that receives the KDA states there).
         """
-        plain = Layout.cached(lengths, rows, past, self.kda_pages.device)
+        device = self.kda_pages.device
+        plain = Layout.cached(lengths, rows, past, device)
         assert plain.slots is not None
         reach = self.geometry.blocks_for(max(p + n for p, n in zip(past, lengths)))
-        tables = self.kda_pages[:, plain.slots], self.mla_pages[:, plain.slots, :reach]
-        right = None if accepted is None else torch.tensor(accepted, device=self.kda_pages.device)
-        window = right is not None or (self._in_place and plain.one_each)
-        start = plain.lengths, plain.cu_seqlens, plain.slots, plain.past
-        return Pages(*start, *tables, self.geometry.page_tokens, window, right)
+        right = None if accepted is None else torch.tensor(accepted, device=device)
+        outgoing = torch.tensor([b.pages for _, b in exports], dtype=torch.int64, device=device)
+        return Pages(
+            **{name: getattr(plain, name) for name in ("lengths", "cu_seqlens", "slots", "past")},
+            export_at=tuple(at for at, _ in exports),
+            kda_pages=self.kda_pages[:, plain.slots],
+            mla_pages=self.mla_pages[:, plain.slots, :reach],
+            page_tokens=self.geometry.page_tokens,
+            window=right is not None or (self._in_place and plain.one_each),
+            accepted=right,
+            export_pages=outgoing.view(len(exports), len(self._kda)).T,
+        )
 
     # --- the Cache protocol ---------------------------------------------------------------------------------
 
@@ -102,11 +114,19 @@ class Paged:
         pages = layout.kda_pages[self._kda[layer]]
         return self.pool.states[pages].to(self.wide), self.pool.tails[pages].flatten(1, 3)
 
-    def write_kda(self, layer: int, layout: Layout, state: Tensor, tail: Tensor) -> None:
+    def write_kda(
+        self, layer: int, layout: Layout, state: Tensor, tail: Tensor, exports: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         assert isinstance(layout, Pages)
-        pages, tails = layout.kda_pages[self._kda[layer]], self.pool.tails
-        self.pool.states[pages] = state.to(self.pool.states.dtype)
-        tails[pages] = tail.to(tails.dtype).view(-1, *tails.shape[1:])
+        i = self._kda[layer]
+        self._put(layout.kda_pages[i], state, tail)
+        if exports is not None:
+            self._put(layout.export_pages[i], *exports)
+
+    def _put(self, pages: Tensor, state: Tensor, tail: Tensor) -> None:
+        states, tails = self.pool.states, self.pool.tails
+        states[pages] = state.to(states.dtype)
+        tails[pages] = tail.to(tails.dtype).reshape(-1, *tails.shape[1:])
 
     def place_kda(self, layer: int, layout: Layout) -> Place | None:
         assert isinstance(layout, Pages)

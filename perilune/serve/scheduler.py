@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from perilune.ops.kda.api import EXPORT_MULTIPLE
 from perilune.serve.paged import Paged
 from perilune.serve.pool import Block, Pool
 from perilune.serve.prefix import Chain, Hit, Prefix
@@ -40,6 +41,7 @@ class Sequence:
     pages: list[Block] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     rolling: Block | None = None
+    exports: list[tuple[int, Block]] = field(default_factory=list)  # checkpoints the next forward writes, by their end
     primed: bool = False
     replay: int = 0
     features: Tensor | None = None  # of computed positions that the draft has not seen
@@ -145,14 +147,31 @@ class Scheduler:
         for s in self._in_order(s for s in self.running if not s.decoding):
             if s.row < 0 or not budget:
                 continue
-            end = min(len(s.tokens), s.computed + budget, *(m for m in s.marks[:1]))
+            end = self._chunk(s, budget)
             self._grow(s, end)
             end = min(end, self._capacity(s))
             if s.row >= 0 and end > s.computed:
+                self._export(s, end)
                 batch.sequences.append(s)
                 batch.lengths.append(end - s.computed)
                 budget -= end - s.computed
         return batch if batch.sequences else None
+
+    def _chunk(self, s: Sequence, budget: int) -> int:
+        """Where the next chunk ends. The forward can export states at multiples of 16 from its start: a chunk that
+        starts on one runs over its marks and should end on one; another one ends at its first mark."""
+        end = min(len(s.tokens), s.computed + budget)
+        if s.computed % EXPORT_MULTIPLE:
+            return min(end, *s.marks[:1]) if s.marks else end
+        aligned = end - end % EXPORT_MULTIPLE
+        return aligned if s.computed < aligned and end < len(s.tokens) else end
+
+    def _export(self, s: Sequence, end: int) -> None:
+        """Blocks for the checkpoints inside the chunk; one that finds no room is left out."""
+        for mark in [m for m in s.marks if m < end]:
+            s.marks.remove(mark)
+            if not self.prefix.known(s.chain, mark) and (block := self.pool.take("kda")) is not None:
+                s.exports.append((mark, block))
 
     def _decode(self, window: int) -> Batch | None:
         batch = Batch("decode", [], [])
@@ -290,6 +309,10 @@ class Scheduler:
             return
         s.chain.extend(s.tokens, s.computed)
         self.prefix.publish(s.chain, s.pages, start, s.computed)
+        for mark, block in s.exports:
+            self.pool.publish(block, s.chain.at(mark))
+            self.pool.drop(block)
+        s.exports = []
         end = self.prefix.boundary(s.computed)
         if s.state is None or end <= start or end < s.computed - replay:
             return  # no endpoint was passed, or the state has gone beyond it
