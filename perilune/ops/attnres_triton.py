@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from perilune.ops.norm_triton import norm_gradient, normalise, tile
+from perilune.ops.norm_triton import norm_gradient, normalise, programs, tile
 
-_PARTIALS = 792  # programs of a backward: six a processor of an H200
-FORWARD, BACKWARD = 16, 8  # values a thread holds of a tile: mixture, source and gradient live at once
+FORWARD = 16  # values a thread holds of a tile
 
 
 @triton.jit
@@ -109,12 +108,17 @@ def mix(
     y = torch.empty_like(sources[-1])
     scores = y.new_empty(len(sources), rows, dtype=torch.float32) if keep else None
     lse = y.new_empty(rows, dtype=torch.float32) if keep else None
-    shape = tile(width, FORWARD)
+    shape = tile(width, FORWARD, 4)
     mix_kernel[(triton.cdiv(rows, shape["BR"]),)](
         tuple(sources), w, w if norm is None else norm, y, y if scores is None else scores, y if lse is None else lse,
         rows, width, eps, norm_eps, NORM=norm is not None, KEEP=keep, **shape,
     )  # fmt: skip
     return y, scores, lse
+
+
+def backward_tile(width: int) -> dict[str, int]:
+    """A row in one warp where it fits; else few values a thread, because mixture, source and gradient live at once."""
+    return tile(width, 16 if width <= 512 else 8, 1)
 
 
 def mix_backward(
@@ -123,10 +127,10 @@ def mix_backward(
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:  # fmt: skip
     """(gradient of each source, of w [D] fp32, of norm [D] fp32 or None)."""
     rows, width = dy.shape
-    shape = tile(width, BACKWARD)
+    shape = backward_tile(width)
     blocks = triton.cdiv(rows, shape["BR"])
     grads = [torch.empty_like(v) for v in sources]
-    dw = dy.new_empty(max(1, min(blocks, _PARTIALS)), width, dtype=torch.float32)
+    dw = dy.new_empty(programs(blocks, shape["num_warps"]), width, dtype=torch.float32)
     dnorm = None if norm is None else torch.empty_like(dw)
     mix_backward_kernel[(dw.shape[0],)](
         tuple(sources), tuple(grads), w, w if norm is None else norm, dy, scores, lse, dw,

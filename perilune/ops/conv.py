@@ -3,7 +3,7 @@
     y_t = silu( Σ_w weight[:, w] · x_{t − (W−1) + w} )       the last tap multiplies the current token
 
 Sequences start from a tail of W−1 earlier inputs (zeros by default) and never see each other. Computed in fp32
-(fp64 for fp64 inputs) whatever x is; the weights belong to the fp32 set. On an NVIDIA GPU each direction is one kernel
+(fp64 for fp64 inputs) whatever x is; the weights belong to the fp32 set. On an NVIDIA GPU kernels run
 (`conv_triton`), unless the tail wants a gradient.
 Shapes: B batch, T tokens, C channels, W taps, N sequences.
 """

@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs
-"""The short convolution with SiLU over packed sequences, one kernel each way: `ops.conv` holds the equation.
+"""The short convolution with SiLU over packed sequences: `ops.conv` holds the equation. Backward takes two kernels,
+because a tile in registers cannot be shifted by a token; between them lies the gradient before SiLU, in x's dtype.
 
 `position` [T] int32 counts a token's predecessors within its sequence, `sequence` [T] int32 names it: a tap that
 would reach past the first token reads the sequence's tail, or zero. Output columns may lie in three tensors (q, k, v);
@@ -28,7 +29,7 @@ def tap(x, tail, t, c, position, sequence, inside, x_row, C, back: tl.constexpr,
 
 
 @triton.jit
-def forward_kernel(
+def conv_kernel(
     x, w, tail, y0, y1, y2, position, sequence, T, C, part, x_row, y_row,
     W: tl.constexpr, TAIL: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -49,10 +50,11 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
-    x, w, tail, d0, d1, d2, dx, dw, position, sequence, T, C, part, x_row, d_row, blocks,
+def conv_backward_kernel(
+    x, w, tail, d0, d1, d2, dpre, dw, position, sequence, T, C, part, x_row, d_row, blocks,
     W: tl.constexpr, WP: tl.constexpr, TAIL: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """The gradient before SiLU, whose pre-activation is made again, and a partial one of the weights."""
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     which = tl.program_id(1) * BC // part
     dy = tl.where(which == 0, d0, tl.where(which == 1, d1, d2))
@@ -60,32 +62,41 @@ def backward_kernel(
     dweight = tl.zeros((WP, BC), tl.float32)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         t = (block * BT + tl.arange(0, BT)).to(tl.int64)
-        dinput = tl.zeros((BT, BC), tl.float32)
-        # dx_t gathers from the tokens u = t + j that read it; each one's pre-activation is made again.
-        for j in tl.static_range(W):
-            u = t + j
-            pos = tl.load(position + u, mask=u < T, other=-1)
-            seq = tl.load(sequence + u, mask=u < T, other=0)
-            # Token u reads t if t lies in its sequence; at j = 0 it is t itself.
-            inside = (pos >= j)[:, None] & (c < C)[None, :]
-            d = tl.load(dy + u[:, None] * d_row + (c - which * part)[None, :], mask=inside, other=0.0).to(tl.float32)
-            if SILU:
-                pre = tl.zeros((BT, BC), tl.float32)
-                for i in tl.static_range(W):
-                    weight = tl.load(w + c * W + (W - 1 - i), mask=c < C, other=0.0).to(tl.float32)
-                    pre += tap(x, tail, u, c, pos, seq, inside, x_row, C, i, W, TAIL) * weight[None, :]
-                sigma = tl.sigmoid(pre)
-                d *= sigma + pre * sigma * (1.0 - sigma)
-            weight = tl.load(w + c * W + (W - 1 - j), mask=c < C, other=0.0).to(tl.float32)
-            dinput += d * weight[None, :]
-            if j == 0:
-                for i in tl.static_range(W):
-                    one = tl.sum(d * tap(x, tail, t, c, pos, seq, inside, x_row, C, i, W, TAIL), 0)
-                    dweight += tl.where(taps[:, None] == W - 1 - i, one[None, :], 0.0)
         inside = (t < T)[:, None] & (c < C)[None, :]
-        tl.store(dx + t[:, None] * C + c[None, :], dinput.to(dx.dtype.element_ty), mask=inside)
+        pos = tl.load(position + t, mask=t < T, other=0)
+        seq = tl.load(sequence + t, mask=t < T, other=0)
+        d = tl.load(dy + t[:, None] * d_row + (c - which * part)[None, :], mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            pre = tl.zeros((BT, BC), tl.float32)
+            for i in tl.static_range(W):
+                weight = tl.load(w + c * W + (W - 1 - i), mask=c < C, other=0.0).to(tl.float32)
+                pre += tap(x, tail, t, c, pos, seq, inside, x_row, C, i, W, TAIL) * weight[None, :]
+            sigma = tl.sigmoid(pre)
+            d *= sigma + pre * sigma * (1.0 - sigma)
+        tl.store(dpre + t[:, None] * C + c[None, :], d.to(dpre.dtype.element_ty), mask=inside)
+        for i in tl.static_range(W):
+            one = tl.sum(d * tap(x, tail, t, c, pos, seq, inside, x_row, C, i, W, TAIL), 0)
+            dweight += tl.where(taps[:, None] == W - 1 - i, one[None, :], 0.0)
     at = dw + (tl.program_id(0) * W + taps)[:, None] * C + c[None, :]
     tl.store(at, dweight, mask=(taps < W)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def conv_input_kernel(
+    dpre, w, dx, position, T, C, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """dx_t gathers from the tokens t + j that read it: those of its own sequence."""
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    acc = tl.zeros((BT, BC), tl.float32)
+    for j in tl.static_range(W):
+        pos = tl.load(position + t + j, mask=t + j < T, other=-1)
+        reads = (pos >= j)[:, None] & (c < C)[None, :]
+        weight = tl.load(w + c * W + (W - 1 - j), mask=c < C, other=0.0).to(tl.float32)
+        d = tl.load(dpre + (t + j)[:, None] * C + c[None, :], mask=reads, other=0.0).to(tl.float32)
+        acc += d * weight[None, :]
+    inside = (t < T)[:, None] & (c < C)[None, :]
+    tl.store(dx + t[:, None] * C + c[None, :], acc.to(dx.dtype.element_ty), mask=inside)
 
 
 def forward(
@@ -97,7 +108,7 @@ def forward(
     part = C // parts
     ys = tuple(torch.empty(T, part, dtype=x.dtype, device=x.device) for _ in range(parts))
     block = _channels(part)
-    forward_kernel[(triton.cdiv(T, _BT), triton.cdiv(C, block))](
+    conv_kernel[(triton.cdiv(T, _BT), triton.cdiv(C, block))](
         x, w, x if tail is None else tail, ys[0], ys[-2 if parts == 3 else 0], ys[-1], position, sequence, T, C, part,
         x.stride(0), part, W=w.shape[1], TAIL=tail is not None, SILU=silu, BT=_BT, BC=block,
     )  # fmt: skip
@@ -110,13 +121,14 @@ def backward(
     """(dx [T,C], dw [C,W] fp32); the gradients dys share one row stride."""
     (T, C), W = x.shape, w.shape[1]
     part, block, blocks = C // len(dys), _channels(C // len(dys)), triton.cdiv(T, _BT)
-    dx = torch.empty(T, C, dtype=x.dtype, device=x.device)
+    dx, dpre = (torch.empty(T, C, dtype=x.dtype, device=x.device) for _ in range(2))
     dw = torch.empty(max(1, min(blocks, _WALKERS)), W, C, dtype=torch.float32, device=x.device)
-    backward_kernel[(dw.shape[0], triton.cdiv(C, block))](
-        x, w, x if tail is None else tail, dys[0], dys[-2 if len(dys) == 3 else 0], dys[-1], dx, dw, position, sequence,
-        T, C, part, x.stride(0), dys[0].stride(0), blocks,
+    conv_backward_kernel[(dw.shape[0], triton.cdiv(C, block))](
+        x, w, x if tail is None else tail, dys[0], dys[-2 if len(dys) == 3 else 0], dys[-1], dpre, dw,
+        position, sequence, T, C, part, x.stride(0), dys[0].stride(0), blocks,
         W=W, WP=triton.next_power_of_2(W), TAIL=tail is not None, SILU=silu, BT=_BT, BC=block,
     )  # fmt: skip
+    conv_input_kernel[(blocks, triton.cdiv(C, block))](dpre, w, dx, position, T, C, W=W, BT=_BT, BC=block)
     return dx, dw.sum(0).T.contiguous()
 
 

@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 @triton.jit
-def kernel(logits, targets, nll, V, IGNORE: tl.constexpr, DIFFERENTIATE: tl.constexpr, BV: tl.constexpr):
+def softmax_gradient_kernel(
+    logits, targets, nll, V, IGNORE: tl.constexpr, DIFFERENTIATE: tl.constexpr, BV: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     here = logits + row * V
     y = tl.load(targets + row)
@@ -43,5 +45,7 @@ def softmax_gradient(logits: Tensor, targets: Tensor, ignore: int, differentiate
     rows, vocabulary = logits.shape
     nll = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(4096, max(16, triton.next_power_of_2(vocabulary)))
-    kernel[(rows,)](logits, targets, nll, vocabulary, IGNORE=ignore, DIFFERENTIATE=differentiate, BV=block, num_warps=8)
+    softmax_gradient_kernel[(rows,)](
+        logits, targets, nll, vocabulary, IGNORE=ignore, DIFFERENTIATE=differentiate, BV=block, num_warps=8
+    )
     return nll

@@ -10,7 +10,7 @@ _BR, _BC = 16, 128
 
 
 @triton.jit
-def forward_kernel(x, gate, y, rows, cols, x_row, gate_row, BR: tl.constexpr, BC: tl.constexpr):
+def gate_kernel(x, gate, y, rows, cols, x_row, gate_row, BR: tl.constexpr, BC: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     inside = (r < rows) & (c < cols)
@@ -20,7 +20,9 @@ def forward_kernel(x, gate, y, rows, cols, x_row, gate_row, BR: tl.constexpr, BC
 
 
 @triton.jit
-def backward_kernel(x, gate, dy, dx, dgate, rows, cols, x_row, gate_row, dy_row, BR: tl.constexpr, BC: tl.constexpr):
+def gate_backward_kernel(
+    x, gate, dy, dx, dgate, rows, cols, x_row, gate_row, dy_row, BR: tl.constexpr, BC: tl.constexpr
+):
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     inside = (r < rows) & (c < cols)
@@ -35,7 +37,7 @@ def forward(x: Tensor, gate: Tensor) -> Tensor:
     """x, gate [R,C] with contiguous last axes -> [R,C] in gate's dtype."""
     rows, cols = x.shape
     y = torch.empty(rows, cols, dtype=gate.dtype, device=x.device)
-    forward_kernel[_grid(rows, cols)](x, gate, y, rows, cols, x.stride(0), gate.stride(0), BR=_BR, BC=_BC)
+    gate_kernel[_grid(rows, cols)](x, gate, y, rows, cols, x.stride(0), gate.stride(0), BR=_BR, BC=_BC)
     return y
 
 
@@ -43,7 +45,7 @@ def backward(x: Tensor, gate: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     rows, cols = x.shape
     dx, dgate = (torch.empty(rows, cols, dtype=t.dtype, device=x.device) for t in (x, gate))
     strides = x.stride(0), gate.stride(0), dy.stride(0)
-    backward_kernel[_grid(rows, cols)](x, gate, dy, dx, dgate, rows, cols, *strides, BR=_BR, BC=_BC)
+    gate_backward_kernel[_grid(rows, cols)](x, gate, dy, dx, dgate, rows, cols, *strides, BR=_BR, BC=_BC)
     return dx, dgate
 
 

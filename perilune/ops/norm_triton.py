@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 FORWARD, BACKWARD = 32, 16  # values a thread holds: registers against loads in flight
-_PARTIALS = 1056  # programs of a backward: eight a processor of an H200
+_WARPS = 132 * 16
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def norm_gradient(g, xhat, rstd, D):
 
 
 @triton.jit
-def forward_kernel(
+def norm_kernel(
     x, gate, w, y, rows, D, H, eps, x_row, gate_row, GATED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
 ):
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -50,7 +50,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def norm_backward_kernel(
     x, gate, w, dy, dx, dgate, dw, rows, D, H, eps, x_row, gate_row, dy_row, blocks,
     GATED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -77,19 +77,27 @@ def backward_kernel(
     tl.store(dw + tl.program_id(0) * D + c, total, mask=c < D)
 
 
-def tile(width: int, held: int) -> dict[str, int]:
-    """Rows and columns of a program whose threads hold about `held` values of each tensor, and its warps."""
+def tile(width: int, held: int, least: int) -> dict[str, int]:
+    """Rows and columns of a program whose threads hold about `held` values of each tensor, and its warps.
+
+    `least` warps; with one, a row of up to 32·held values is reduced without leaving its warp.
+    """
     bd = max(16, triton.next_power_of_2(width))
-    warps = min(16, max(4, bd // (32 * held)))
+    warps = min(16, max(least, bd // (32 * held)))
     return {"BR": max(1, 32 * warps * held // bd), "BD": bd, "num_warps": warps}
+
+
+def programs(blocks: int, warps: int) -> int:
+    """Programs of a backward, each leaving partial sums: 16 warps a processor of an H200, whatever `warps`."""
+    return max(1, min(blocks, _WARPS // warps))
 
 
 def forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, heads: int = 1) -> Tensor:
     """x [R,D]; gate [R/heads, heads·D] or None; weight [D] -> [R,D] in x's dtype. Last axes contiguous."""
     rows, width = x.shape
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    shape = tile(width, FORWARD)
-    forward_kernel[(triton.cdiv(rows, shape["BR"]),)](
+    shape = tile(width, FORWARD, 4)
+    norm_kernel[(triton.cdiv(rows, shape["BR"]),)](
         x, x if gate is None else gate, weight, y, rows, width, heads, eps,
         x.stride(0), 0 if gate is None else gate.stride(0), GATED=gate is not None, **shape,
     )  # fmt: skip
@@ -101,12 +109,12 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(dx [R,D], dgate like gate or None, dweight [D] fp32)."""
     rows, width = x.shape
-    shape = tile(width, BACKWARD)
+    shape = tile(width, BACKWARD, 1)
     blocks = triton.cdiv(rows, shape["BR"])
     dx = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
-    dw = torch.empty(max(1, min(blocks, _PARTIALS)), width, dtype=torch.float32, device=x.device)
-    backward_kernel[(dw.shape[0],)](
+    dw = torch.empty(programs(blocks, shape["num_warps"]), width, dtype=torch.float32, device=x.device)
+    norm_backward_kernel[(dw.shape[0],)](
         x, x if gate is None else gate, weight, dy, dx, dx if dgate is None else dgate, dw, rows, width, heads, eps,
         x.stride(0), 0 if gate is None else gate.stride(0), dy.stride(0), blocks, GATED=gate is not None, **shape,
     )  # fmt: skip

@@ -51,7 +51,7 @@ def glu_gradients(g, u, d, beta, linear_beta, KIND: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
+def glu_kernel(
     gate, up, out, rows, cols, gate_row, up_row, out_row, beta, linear_beta,
     KIND: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def glu_backward_kernel(
     gate, up, dout, dgate, dup, rows, cols, gate_row, up_row, dout_row, dgate_row, dup_row, beta, linear_beta,
     KIND: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def forward(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None, sw
     rows, cols = gate.shape
     out = torch.empty(rows, cols, dtype=gate.dtype, device=gate.device)
     grid, tile = _tiles(rows, cols)
-    forward_kernel[grid](
+    glu_kernel[grid](
         gate, up, out, rows, cols, gate.stride(0), up.stride(0), out.stride(0), beta, linear_beta or 1.0,
         KIND=kind_of(swiglu, linear_beta), **tile,
     )  # fmt: skip
@@ -105,7 +105,7 @@ def backward(
     """Writes dgate and dup [R,C]; every last axis is contiguous."""
     rows, cols = gate.shape
     grid, tile = _tiles(rows, cols)
-    backward_kernel[grid](
+    glu_backward_kernel[grid](
         gate, up, dout, dgate, dup, rows, cols,
         *(x.stride(0) for x in (gate, up, dout, dgate, dup)), beta, linear_beta or 1.0,
         KIND=kind_of(swiglu, linear_beta), **tile,

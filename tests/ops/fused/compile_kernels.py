@@ -66,21 +66,23 @@ def situ() -> None:
     for cols in (192, 4096):
         tile = situ_triton._tiles(1024, cols)[1]
         for kind in (0, 1, 2):
-            build(f"situ {cols} kind {kind}", situ_triton.forward_kernel, tile | {"KIND": kind}, rows="i32")
-            build(f"situ backward {cols} kind {kind}", situ_triton.backward_kernel, tile | {"KIND": kind}, rows="i32")
+            build(f"situ {cols} kind {kind}", situ_triton.glu_kernel, tile | {"KIND": kind}, rows="i32")
+            build(
+                f"situ backward {cols} kind {kind}", situ_triton.glu_backward_kernel, tile | {"KIND": kind}, rows="i32"
+            )
 
 
 def norm() -> None:
     for width, gated in ((128, True), (256, False), (512, False), (2048, False), (7168, False)):
-        for name, kernel, held in (
-            ("norm", norm_triton.forward_kernel, norm_triton.FORWARD),
-            ("norm backward", norm_triton.backward_kernel, norm_triton.BACKWARD),
+        for name, kernel, held, least in (
+            ("norm", norm_triton.norm_kernel, norm_triton.FORWARD, 4),
+            ("norm backward", norm_triton.norm_backward_kernel, norm_triton.BACKWARD, 1),
         ):
-            shape = norm_triton.tile(width, held)
+            shape = norm_triton.tile(width, held, least)
             warps = shape.pop("num_warps")
             build(f"{name} {width} gated {gated}", kernel, shape | {"GATED": gated}, warps, rows="i32", H="i32")
-    build("gate", gate_triton.forward_kernel, {"BR": 16, "BC": 128}, rows="i32")
-    build("gate backward", gate_triton.backward_kernel, {"BR": 16, "BC": 128}, rows="i32")
+    build("gate", gate_triton.gate_kernel, {"BR": 16, "BC": 128}, rows="i32")
+    build("gate backward", gate_triton.gate_backward_kernel, {"BR": 16, "BC": 128}, rows="i32")
 
 
 def attnres() -> None:
@@ -89,10 +91,10 @@ def attnres() -> None:
         pointers = ("*bf16",) * sources
         for normed in (True, False):
             name = f"{width} of {sources} norm {normed}"
-            shape = norm_triton.tile(width, attnres_triton.FORWARD) | {"NORM": normed, "KEEP": True}
+            shape = norm_triton.tile(width, attnres_triton.FORWARD, 4) | {"NORM": normed, "KEEP": True}
             warps = shape.pop("num_warps")
             build(f"mix {name}", attnres_triton.mix_kernel, shape, warps, sources=pointers, **weights)
-            shape = norm_triton.tile(width, attnres_triton.BACKWARD) | {"NORM": normed}
+            shape = attnres_triton.backward_tile(width) | {"NORM": normed}
             warps = shape.pop("num_warps")
             both = {"sources": pointers, "grads": pointers}
             build(f"mix backward {name}", attnres_triton.mix_backward_kernel, shape, warps, **both, **weights)
@@ -101,8 +103,10 @@ def attnres() -> None:
 def conv() -> None:
     for tail in (False, True):
         shape = {"W": 4, "TAIL": tail, "SILU": True, "BT": conv_triton._BT, "BC": conv_triton._BC}
-        build(f"conv tail {tail}", conv_triton.forward_kernel, shape)
-        build(f"conv backward tail {tail}", conv_triton.backward_kernel, shape | {"WP": 4})
+        build(f"conv tail {tail}", conv_triton.conv_kernel, shape)
+        build(f"conv backward tail {tail}", conv_triton.conv_backward_kernel, shape | {"WP": 4}, dpre="*bf16")
+    shape = {"W": 4, "BT": conv_triton._BT, "BC": conv_triton._BC}
+    build("conv input gradient", conv_triton.conv_input_kernel, shape, dpre="*bf16")
 
 
 def moe() -> None:
@@ -127,7 +131,7 @@ def router() -> None:
 def head() -> None:
     for vocabulary in (16384, 163840):
         shape = {"IGNORE": -100, "DIFFERENTIATE": True, "BV": 4096}
-        build(f"head {vocabulary}", cross_entropy_triton.kernel, shape, 8, logits="*bf16")
+        build(f"head {vocabulary}", cross_entropy_triton.softmax_gradient_kernel, shape, 8, logits="*bf16")
 
 
 ALL = ("situ", "norm", "attnres", "conv", "moe", "router", "head")
