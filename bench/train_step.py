@@ -21,7 +21,9 @@ from perilune.data import Batch
 from perilune.model.linear import weights_cast_once
 from perilune.model.net import K3
 from perilune.ops.memory import keep_freed_memory
+from perilune.ops.quantile import expert_counts, margin_histogram
 from perilune.train.activations import activation_policy, apply_policy
+from perilune.train.balance import QuantileBalancer, RouterTap
 from perilune.train.loss import batch_loss
 from perilune.train.machine import describe, pick_device, pick_precision
 from perilune.train.metrics import measure_peak, mfu, peak_memory
@@ -59,6 +61,13 @@ def main() -> None:
     optimizer = Optimizer(plan(model.named_parameters(), config))
     batches = [batch(config.vocab_size, args.context, args.tokens, seed) for seed in range(args.micro)]
     peak = measure_peak(device, dtype)
+    gates = {layer.layer: layer.block_sparse_moe.gate for layer in (*model.layers, *model.mtp) if layer.layer}
+    biases = {i: gate.e_score_correction_bias for i, gate in gates.items()}
+    balancer = QuantileBalancer(biases, config.num_experts_per_token)
+
+    def look(route, bias) -> RouterTap:
+        counts = expert_counts(route.idx, config.num_experts)
+        return RouterTap(counts, margin_histogram(route.scores, route.threshold, bias))
 
     def step() -> None:
         with weights_cast_once():
@@ -67,8 +76,10 @@ def main() -> None:
                     loss = batch_loss(model, b, dtype)
                     total = loss.next_token + 0.3 * loss.mtp
                 (total / (args.tokens * args.micro)).backward()
+                balancer.observe({i: look(route, biases[i]) for i, route in loss.routes.items()})
         optimizer.step(1e-4)
         optimizer.zero_grad()
+        balancer.update()
 
     def sync() -> None:
         if device.type == "cuda":

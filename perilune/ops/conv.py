@@ -151,7 +151,7 @@ class _Fused(torch.autograd.Function):
         activation: bool,
     ) -> tuple[Tensor, ...]:
         position, sequence, _ = _places(lengths, weight.shape[1], x.device)
-        weight, tail = weight.contiguous(), None if tail is None else tail.contiguous()
+        weight, tail = weight.T.contiguous(), None if tail is None else tail.contiguous()
         ctx.save_for_backward(x, weight, tail, position, sequence)
         ctx.activation = activation
         ys = kernels("conv_triton").forward(rows_of(x), weight, tail, position, sequence, parts, activation)
@@ -165,7 +165,7 @@ class _Fused(torch.autograd.Function):
         if len({d.stride(0) for d in flat}) > 1:
             flat = tuple(d.contiguous() for d in flat)
         dx, dw = kernels("conv_triton").backward(rows_of(x), weight, tail, position, sequence, flat, ctx.activation)
-        return dx.view(x.shape), dw.to(weight.dtype), None, None, None, None
+        return dx.view(x.shape), dw.T.contiguous().to(weight.dtype), None, None, None, None
 
 
 class _ShortConv(torch.autograd.Function):

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BT, _BC = 16, 64
+_BT, _BC = 32, 64  # tokens and channels of a program
+_BACK = 16  # tokens at a time of a backward
 _WALKERS = 64  # programs along the tokens of a backward; each leaves one partial weight gradient
 
 
@@ -40,7 +41,7 @@ def conv_kernel(
     seq = tl.load(sequence + t, mask=t < T, other=0)
     acc = tl.zeros((BT, BC), tl.float32)
     for j in tl.static_range(W):
-        weight = tl.load(w + c * W + (W - 1 - j), mask=c < C, other=0.0).to(tl.float32)
+        weight = tl.load(w + (W - 1 - j) * C + c, mask=c < C, other=0.0).to(tl.float32)
         acc += tap(x, tail, t, c, pos, seq, inside, x_row, C, j, W, TAIL) * weight[None, :]
     if SILU:
         acc = acc * tl.sigmoid(acc)
@@ -59,7 +60,7 @@ def conv_backward_kernel(
     which = tl.program_id(1) * BC // part
     dy = tl.where(which == 0, d0, tl.where(which == 1, d1, d2))
     taps = tl.arange(0, WP)
-    dweight = tl.zeros((WP, BC), tl.float32)
+    dweight = tl.zeros((WP, BT, BC), tl.float32)  # tokens are summed once, at the end
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         t = (block * BT + tl.arange(0, BT)).to(tl.int64)
         inside = (t < T)[:, None] & (c < C)[None, :]
@@ -69,16 +70,16 @@ def conv_backward_kernel(
         if SILU:
             pre = tl.zeros((BT, BC), tl.float32)
             for i in tl.static_range(W):
-                weight = tl.load(w + c * W + (W - 1 - i), mask=c < C, other=0.0).to(tl.float32)
+                weight = tl.load(w + (W - 1 - i) * C + c, mask=c < C, other=0.0).to(tl.float32)
                 pre += tap(x, tail, t, c, pos, seq, inside, x_row, C, i, W, TAIL) * weight[None, :]
             sigma = tl.sigmoid(pre)
             d *= sigma + pre * sigma * (1.0 - sigma)
         tl.store(dpre + t[:, None] * C + c[None, :], d.to(dpre.dtype.element_ty), mask=inside)
         for i in tl.static_range(W):
-            one = tl.sum(d * tap(x, tail, t, c, pos, seq, inside, x_row, C, i, W, TAIL), 0)
-            dweight += tl.where(taps[:, None] == W - 1 - i, one[None, :], 0.0)
+            one = d * tap(x, tail, t, c, pos, seq, inside, x_row, C, i, W, TAIL)
+            dweight += tl.where(taps[:, None, None] == W - 1 - i, one[None, :, :], 0.0)
     at = dw + (tl.program_id(0) * W + taps)[:, None] * C + c[None, :]
-    tl.store(at, dweight, mask=(taps < W)[:, None] & (c < C)[None, :])
+    tl.store(at, tl.sum(dweight, 1), mask=(taps < W)[:, None] & (c < C)[None, :])
 
 
 @triton.jit
@@ -92,7 +93,7 @@ def conv_input_kernel(
     for j in tl.static_range(W):
         pos = tl.load(position + t + j, mask=t + j < T, other=-1)
         reads = (pos >= j)[:, None] & (c < C)[None, :]
-        weight = tl.load(w + c * W + (W - 1 - j), mask=c < C, other=0.0).to(tl.float32)
+        weight = tl.load(w + (W - 1 - j) * C + c, mask=c < C, other=0.0).to(tl.float32)
         d = tl.load(dpre + (t + j)[:, None] * C + c[None, :], mask=reads, other=0.0).to(tl.float32)
         acc += d * weight[None, :]
     inside = (t < T)[:, None] & (c < C)[None, :]
@@ -102,7 +103,7 @@ def conv_input_kernel(
 def forward(
     x: Tensor, w: Tensor, tail: Tensor | None, position: Tensor, sequence: Tensor, parts: int, silu: bool
 ) -> tuple[Tensor, ...]:
-    """x [T,C] (last axis contiguous), w [C,W], tail [N,C,W−1] contiguous or None -> `parts` (1 or 3) tensors
+    """x [T,C] (last axis contiguous), w [W,C] contiguous, tail [N,C,W−1] contiguous or None -> `parts` (1 or 3) tensors
     [T,C/parts] in x's dtype."""
     T, C = x.shape
     part = C // parts
@@ -110,7 +111,7 @@ def forward(
     block = _channels(part)
     conv_kernel[(triton.cdiv(T, _BT), triton.cdiv(C, block))](
         x, w, x if tail is None else tail, ys[0], ys[-2 if parts == 3 else 0], ys[-1], position, sequence, T, C, part,
-        x.stride(0), part, W=w.shape[1], TAIL=tail is not None, SILU=silu, BT=_BT, BC=block,
+        x.stride(0), part, W=len(w), TAIL=tail is not None, SILU=silu, BT=_BT, BC=block,
     )  # fmt: skip
     return ys
 
@@ -118,18 +119,18 @@ def forward(
 def backward(
     x: Tensor, w: Tensor, tail: Tensor | None, position: Tensor, sequence: Tensor, dys: tuple[Tensor, ...], silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """(dx [T,C], dw [C,W] fp32); the gradients dys share one row stride."""
-    (T, C), W = x.shape, w.shape[1]
-    part, block, blocks = C // len(dys), _channels(C // len(dys)), triton.cdiv(T, _BT)
+    """(dx [T,C], dw [W,C] fp32); the gradients dys share one row stride."""
+    (T, C), W = x.shape, len(w)
+    part, block, blocks = C // len(dys), _channels(C // len(dys)), triton.cdiv(T, _BACK)
     dx, dpre = (torch.empty(T, C, dtype=x.dtype, device=x.device) for _ in range(2))
     dw = torch.empty(max(1, min(blocks, _WALKERS)), W, C, dtype=torch.float32, device=x.device)
     conv_backward_kernel[(dw.shape[0], triton.cdiv(C, block))](
         x, w, x if tail is None else tail, dys[0], dys[-2 if len(dys) == 3 else 0], dys[-1], dpre, dw,
         position, sequence, T, C, part, x.stride(0), dys[0].stride(0), blocks,
-        W=W, WP=triton.next_power_of_2(W), TAIL=tail is not None, SILU=silu, BT=_BT, BC=block,
+        W=W, WP=triton.next_power_of_2(W), TAIL=tail is not None, SILU=silu, BT=_BACK, BC=block,
     )  # fmt: skip
-    conv_input_kernel[(blocks, triton.cdiv(C, block))](dpre, w, dx, position, T, C, W=W, BT=_BT, BC=block)
-    return dx, dw.sum(0).T.contiguous()
+    conv_input_kernel[(triton.cdiv(T, _BT), triton.cdiv(C, block))](dpre, w, dx, position, T, C, W=W, BT=_BT, BC=block)
+    return dx, dw.sum(0)
 
 
 def _channels(part: int) -> int:

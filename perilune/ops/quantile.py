@@ -12,6 +12,8 @@ Shapes: T tokens, E experts (n), B bins, k chosen. fp32 margins, integer counts.
 import torch
 from torch import Tensor
 
+from perilune.ops.dispatch import fused, kernels
+
 BINS = 1000
 
 
@@ -35,7 +37,13 @@ def expert_counts(idx_Tk: Tensor, experts: int, mask_T: Tensor | None = None) ->
 
 
 def margin_histogram(
-    scores_TE: Tensor, threshold_T: Tensor, bias_E: Tensor, bins: int = BINS, mask_T: Tensor | None = None
+    scores_TE: Tensor,
+    threshold_T: Tensor,
+    bias_E: Tensor,
+    bins: int = BINS,
+    mask_T: Tensor | None = None,
+    *,
+    impl: str = "auto",
 ) -> Tensor:
     """Counts of r in `bins` equal bins over `bin_range(bias_E)`: int32 [E,B], every kept token once an expert.
 
@@ -43,6 +51,10 @@ def margin_histogram(
     """
     low, high = bin_range(bias_E)
     T, E = scores_TE.shape
+    if fused("margin_histogram", impl, scores_TE):
+        scores, threshold = (x.detach().float().contiguous() for x in (scores_TE, threshold_T))
+        counts: Tensor = kernels("quantile_triton").histogram(scores, threshold, low, high, bins, mask_T)
+        return counts
     bin_TE = ((threshold_T.unsqueeze(-1) - scores_TE).detach().float() - low).mul_(bins / (high - low))
     flat = bin_TE.to(torch.int64).clamp_(0, bins - 1)
     flat += torch.arange(0, E * bins, bins, device=flat.device)

@@ -5,10 +5,11 @@
     W_b <- (1 - η λ) W_b - η · 0.2 √max(r, c) · X_5                λ = 0.1
 
 A block is one attention head's rows of q, k, v (KDA) or of q_b and kv_b (MLA), one routed expert's matrix, or a whole
-matrix. Blocks of one shape are stacked over the model, wide side last, and go through each product together.
+matrix. Blocks of one shape are stacked over the model and go through each product together, wide side last.
+On an NVIDIA GPU the passes around the products are three kernels a stack (`muon_triton`); the first one clips.
 Inferred, not in the report: coefficients, steps, μ, scale and the choice of matrices (those of Moonlight and Jordan).
 
-Shapes: N blocks in a stack, r rows <= c columns of a block (tall blocks are stored transposed).
+Shapes: N blocks in a stack, r rows <= c columns of a block (tall blocks are stored, or on a GPU read, transposed).
 """
 
 import logging
@@ -18,8 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from perilune.ops.dispatch import fused
 
 log = logging.getLogger("perilune.train")
 
@@ -119,7 +123,8 @@ def newton_schulz(X_Nrc: Tensor, Y_Nrc: Tensor, A_Nrr: Tensor, B_Nrr: Tensor) ->
     for _ in range(5):
         torch.bmm(X_Nrc, X_Nrc.mT, out=A_Nrr)
         torch.baddbmm(A_Nrr, A_Nrr, A_Nrr, beta=b, alpha=c, out=B_Nrr)
-        torch.baddbmm(X_Nrc, B_Nrr, X_Nrc, beta=a, out=Y_Nrc)
+        B_Nrr.diagonal(dim1=1, dim2=2).add_(a)  # a X joins the product: adding it afterwards would first copy X
+        torch.bmm(B_Nrr, X_Nrc, out=Y_Nrc)
         X_Nrc, Y_Nrc = Y_Nrc, X_Nrc
     return X_Nrc
 
@@ -127,17 +132,21 @@ def newton_schulz(X_Nrc: Tensor, Y_Nrc: Tensor, A_Nrr: Tensor, B_Nrr: Tensor) ->
 class _Scratch:
     """Buffers that every stack of a device reuses in turn; on GPU the products run in bf16."""
 
-    def __init__(self, device: torch.device, elements: int, gram: int):
+    def __init__(self, device: torch.device, elements: int, gram: int, kernels: bool):
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.G = torch.empty(elements, device=device)
-        self.X = self.G if self.dtype == torch.float32 else torch.empty(elements, device=device, dtype=self.dtype)
+        self.G = torch.empty(0 if kernels else elements, device=device)
+        shared = self.dtype == torch.float32 and not kernels
+        self.X = self.G if shared else torch.empty(elements, device=device, dtype=self.dtype)
         self.Y = torch.empty(elements, device=device, dtype=self.dtype)
         self.A = torch.empty(gram, device=device, dtype=self.dtype)
         self.B = torch.empty_like(self.A)
 
 
 class _Stack:
-    """Muon state of equal-shape blocks: momentum [N, r, c] fp32, and each parameter's share of it."""
+    """Muon state of equal-shape blocks: momentum [N, r, c] fp32, and each parameter's share of it.
+
+    Where kernels run, momentum keeps the parameters' orientation and only the products see it transposed.
+    """
 
     def __init__(self, plans: Sequence[ParamPlan]):
         self.plans = plans
@@ -146,15 +155,52 @@ class _Stack:
         self.tall = rows > cols
         self.r, self.c = min(rows, cols), max(rows, cols)
         self.N = sum(p.blocks for p in plans)
-        self.momentum = torch.zeros(self.N, self.r, self.c, device=first.param.device)
+        self.kernels = all(fused("muon", "auto", p.param) and p.param.dtype == torch.float32 for p in plans)
+        shape = (rows, cols) if self.kernels else (self.r, self.c)
+        self.momentum = torch.zeros(self.N, *shape, device=first.param.device)
         self.momenta = self.views(self.momentum)
 
     def views(self, stack_Nrc: Tensor) -> list[Tensor]:
         """Each parameter's blocks within a stack, in the parameter's own orientation."""
         cuts = stack_Nrc.split([p.blocks for p in self.plans])
-        return [cut.mT if self.tall else cut for cut in cuts]
+        return [cut.mT if self.tall and not self.kernels else cut for cut in cuts]
 
-    def step(self, lr: float, scratch: _Scratch) -> None:
+    def step(self, lr: float, scratch: _Scratch, clip: float) -> None:
+        """`clip` multiplies the gradients where kernels read them; elsewhere they come clipped."""
+        if self.kernels:
+            self._step_by_kernels(lr, scratch, clip)
+        else:
+            self._step(lr, scratch)
+
+    def _step_by_kernels(self, lr: float, scratch: _Scratch, clip: float) -> None:
+        from perilune.train import muon_triton
+
+        grads = [None if p.param.grad is None else p.param.grad.float().contiguous() for p in self.plans]
+        weights = [None if g is None else p.param.detach() for p, g in zip(self.plans, grads, strict=True)]
+        if all(g is None for g in grads):
+            return
+        tables = torch.from_numpy(np.stack([self._addresses(grads), self._addresses(weights)]))
+        tables = tables.to(self.momentum.device)
+        size, gram, shape = self.momentum.numel(), self.N * self.r * self.r, self.momentum.shape
+        X, Y = (buffer[:size].view(shape) for buffer in (scratch.X, scratch.Y))
+        A, B = (buffer[:gram].view(self.N, self.r, self.r) for buffer in (scratch.A, scratch.B))
+        muon_triton.momentum(tables[0], self.momentum, X, clip, MOMENTUM, _SMALLEST_NORM)
+        updates = newton_schulz(X.mT, Y.mT, A, B).mT if self.tall else newton_schulz(X, Y, A, B)
+        first = self.plans[0]
+        lr = lr * first.lr_scale
+        muon_triton.update(tables[1], updates, 1 - lr * first.weight_decay, lr * UPDATE_RMS * math.sqrt(self.c))
+        torch.autograd.graph.increment_version([w for w in weights if w is not None])
+
+    def _addresses(self, tensors: Sequence[Tensor | None]) -> np.ndarray:
+        """Where each block of each parameter starts; 0 for a parameter that takes no part."""
+        step = 4 * self.r * self.c
+        starts = [
+            np.zeros(p.blocks, np.int64) if t is None else t.data_ptr() + step * np.arange(p.blocks, dtype=np.int64)
+            for p, t in zip(self.plans, tensors, strict=True)
+        ]
+        return np.concatenate(starts)
+
+    def _step(self, lr: float, scratch: _Scratch) -> None:
         size, gram = self.momentum.numel(), self.N * self.r * self.r
         G, X, Y = (buffer[:size].view(self.N, self.r, self.c) for buffer in (scratch.G, scratch.X, scratch.Y))
         A, B = (buffer[:gram].view(self.N, self.r, self.r) for buffer in (scratch.A, scratch.B))
@@ -231,11 +277,12 @@ class Optimizer:
         for device in {s.momentum.device for s in self._stacks}:
             here = [s for s in self._stacks if s.momentum.device == device]
             sizes = max(s.momentum.numel() for s in here), max(s.N * s.r * s.r for s in here)
-            self._scratch[device] = _Scratch(device, *sizes)
+            self._scratch[device] = _Scratch(device, *sizes, kernels=all(s.kernels for s in here))
         self._adamw = _adamw([p for p in self.plans if p.kind == "adamw"], betas, eps)
 
     def step(self, lr: float, max_norm: float | None = 1.0) -> StepReport:
-        """Clips the gradients in place to `max_norm` (over all parameters together) and takes one step.
+        """Clips the gradients to `max_norm` (over all parameters together; in place, unless kernels clip as they read)
+        and takes one step.
 
         A gradient with a NaN or infinity changes nothing but the count `skipped`, and says so in the log.
         """
@@ -245,15 +292,19 @@ class Optimizer:
             self.skipped += 1
             log.warning("Step skipped: the gradient norm is %s (%d skipped so far).", norm, self.skipped)
             return StepReport(norm, skipped=True)
-        if max_norm is not None and norm > max_norm:
-            torch._foreach_mul_(grads, max_norm / norm)
-        self._update(lr)
+        clip = 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
+        if clip < 1.0:
+            read = {p.name for s in self._stacks if s.kernels for p in s.plans}
+            plain = [p.param.grad for p in self.plans if p.param.grad is not None and p.name not in read]
+            if plain:
+                torch._foreach_mul_(plain, clip)
+        self._update(lr, clip)
         return StepReport(norm, skipped=False)
 
     @torch.no_grad()
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, clip: float) -> None:
         for stack in self._stacks:
-            stack.step(lr, self._scratch[stack.momentum.device])
+            stack.step(lr, self._scratch[stack.momentum.device], clip)
         if self._adamw is not None:
             for group in self._adamw.param_groups:
                 group["lr"] = lr * group["lr_scale"]

@@ -21,6 +21,7 @@ from perilune.ops.norm import (
     sigmoid_gate,
     sigmoid_gate_reference,
 )
+from perilune.ops.quantile import margin_histogram
 from perilune.ops.router import mixture, route, router_scores, select
 from perilune.ops.situ import packed_glu, situ_glu, situ_glu_reference, swiglu
 
@@ -188,6 +189,75 @@ def router() -> float:
 
         found.append(worst(fast, slow, [draw(50, 24), draw(40, 24, seed=1)]))
     return max(found)
+
+
+def histogram() -> float:
+    """Share of counts that fall elsewhere than torch's (none in the interpreter; borders of bins on a GPU)."""
+    scores = torch.sigmoid(draw(400, 24)).float().to(DEVICE)
+    bias, mask = torch.linspace(-0.1, 0.1, 24, device=DEVICE), torch.arange(400, device=DEVICE) % 5 > 0
+    _, threshold = select(scores, bias, 4)
+    moved = 0.0
+    for given in (None, mask):
+        got, want = (margin_histogram(scores, threshold, bias, 100, given, impl=impl) for impl in ("fused", "eager"))
+        assert got.dtype == want.dtype and torch.equal(got.sum(1), want.sum(1))
+        moved = max(moved, float((got - want).abs().sum() / want.sum()))
+    return moved
+
+
+def muon() -> float:
+    """Three clipped steps by the kernels and by torch: tall, wide and odd blocks, several a stack, one without a
+    gradient for a while. The products are torch's in both."""
+    from perilune.train import optim
+
+    shapes = {"a": (24, 8, 3), "b": (8, 24, 1), "c": (16, 24, 2), "d": (9, 5, 3), "e": (16, 8, 2)}
+    start = {
+        n: draw(rows, cols, seed=i).to(DEVICE, torch.float32) for i, (n, (rows, cols, _)) in enumerate(shapes.items())
+    }
+    plain, found = optim.fused, []
+    for kernels in (True, False):
+        optim.fused = lambda *_, kernels=kernels: kernels
+        params = {n: torch.nn.Parameter(w.clone()) for n, w in start.items()}
+        plans = [optim.ParamPlan(n, p, "muon", shapes[n][2], 1.0, 0.1) for n, p in params.items()]
+        optimizer = optim.Optimizer(plans)
+        for step in range(3):
+            for i, (n, p) in enumerate(params.items()):
+                p.grad = None if step < 2 and n == "c" else draw(*p.shape, seed=10 * step + i).to(p)
+            optimizer.step(0.1, 1.0)
+        found.append([*params.values(), *(optimizer.state_dict()[f"muon.{n}"] for n in params)])
+    optim.fused = plain
+    return max(error(a, b.double()) for a, b in zip(*found, strict=True))
+
+
+def model() -> float:
+    """A K3 of four layers trained two steps in fp32, with kernels everywhere against torch everywhere: losses, first
+    gradients and the weights in the end."""
+    from perilune.config import preset
+    from perilune.data import Batch
+    from perilune.model.net import K3
+    from perilune.ops import dispatch
+    from perilune.train.loss import batch_loss
+    from perilune.train.optim import Optimizer, plan
+
+    config = preset("tiny").replace(vocab_size=64, num_nextn_predict_layers=0, num_experts=6)
+    ids = torch.randint(0, 64, (25,), generator=torch.Generator().manual_seed(0))
+    batch, found = Batch(ids[:-1], ids[1:].clone(), (15, 0, 9), 24, 0, 1), []
+    for device in ("cpu", "cuda"):
+        dispatch.AUTO = device  # kernels in the interpreter, or none
+        torch.manual_seed(0)
+        net = K3(config)
+        net.reset_parameters()
+        optimizer, seen = Optimizer(plan(net.named_parameters(), config)), []
+        for step in range(2):
+            loss = batch_loss(net, batch, torch.float32).next_token / 24
+            loss.backward()
+            seen.append(loss.detach())
+            if step == 0:
+                seen += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+            optimizer.step(1e-2)
+            optimizer.zero_grad()
+        found.append([*seen, *net.parameters()])
+    dispatch.AUTO = "cuda"
+    return max(error(a, b.double()) for a, b in zip(*found, strict=True) if b.norm() > 1e-6)
 
 
 def head() -> float:

@@ -21,9 +21,11 @@ from perilune.ops import (
     experts_triton,
     gate_triton,
     norm_triton,
+    quantile_triton,
     router_triton,
     situ_triton,
 )
+from perilune.train import muon_triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED = 227 * 1024
@@ -104,7 +106,8 @@ def conv() -> None:
     for tail in (False, True):
         shape = {"W": 4, "TAIL": tail, "SILU": True, "BT": conv_triton._BT, "BC": conv_triton._BC}
         build(f"conv tail {tail}", conv_triton.conv_kernel, shape)
-        build(f"conv backward tail {tail}", conv_triton.conv_backward_kernel, shape | {"WP": 4}, dpre="*bf16")
+        shape |= {"WP": 4, "BT": conv_triton._BACK}
+        build(f"conv backward tail {tail}", conv_triton.conv_backward_kernel, shape, dpre="*bf16")
     shape = {"W": 4, "BT": conv_triton._BT, "BC": conv_triton._BC}
     build("conv input gradient", conv_triton.conv_input_kernel, shape, dpre="*bf16")
 
@@ -134,7 +137,24 @@ def head() -> None:
         build(f"head {vocabulary}", cross_entropy_triton.softmax_gradient_kernel, shape, 8, logits="*bf16")
 
 
-ALL = ("situ", "norm", "attnres", "conv", "moe", "router", "head")
+def histogram() -> None:
+    types = {"mask": "*u8", "low": "*fp32", "high": "*fp32", "counts": "*i32"}
+    for masked in (False, True):
+        shape = {"MASKED": masked, "BT": 16, "BE": 128}
+        build(f"histogram masked {masked}", quantile_triton.histogram_kernel, shape, **types)
+
+
+def muon() -> None:
+    types = {"table": "*i64", "momentum": "*fp32", "X": "*bf16", "squares": "*fp32", "factor": "*fp32"}
+    types |= dict.fromkeys(["scale", "keep", "rate"], "fp32")
+    for aligned in (True, False):
+        rule = {"ALIGNED": aligned, "BLOCK": muon_triton._BLOCK}
+        build(f"momentum aligned {aligned}", muon_triton.momentum_kernel, rule | {"MU": 0.95}, 8, **types)
+        build(f"update aligned {aligned}", muon_triton.update_kernel, rule, 8, **types)
+    build("scale", muon_triton.scale_kernel, {"BLOCK": muon_triton._BLOCK}, 8, **types)
+
+
+ALL = ("situ", "norm", "attnres", "conv", "moe", "router", "head", "histogram", "muon")
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or ALL:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 HERE = Path(__file__).resolve().parent
-NAMES = ("situ", "norm", "attnres", "conv", "moe", "router", "head")
+NAMES = ("situ", "norm", "attnres", "conv", "moe", "router", "head", "histogram", "muon")
 
 
 def script(name: str, *arguments: str, interpret: bool) -> str:
@@ -26,6 +26,11 @@ def test_against_fp64_in_the_interpreter() -> None:
     lines = script("cases.py", *NAMES, interpret=True).splitlines()
     assert [line.split()[0] for line in lines] == list(NAMES)
     assert max(float(line.split()[1]) for line in lines) < 1e-5, lines
+
+
+@pytest.mark.slow
+def test_a_model_trains_alike_in_the_interpreter() -> None:
+    assert float(script("cases.py", "model", interpret=True).split()[1]) < 1e-3
 
 
 @pytest.mark.slow
