@@ -12,8 +12,10 @@ Import what you use from its module; this package imports nothing, so a reader o
 | `ops.situ` | `situ_glu`, `swiglu` | SiTU-GLU, §2.3 |
 | `ops.quantile` | `margin_histogram`, `histogram_quantile`, `exact_quantile`, `alternating_solver` | the bias, §2.3.3 |
 | `ops.mx` | `pack_mxfp4`, `unpack_mxfp4`, `round_mxfp4`, `round_mxfp8` | OCP microscaling formats |
+| `ops.norm` | `rms_norm`, `gated_rms_norm`, `sigmoid_gate` | norms and output gates |
+| `ops.cross_entropy` | `linear_cross_entropy` | the head and its loss by chunks |
 | `ops.memory` | `keep_freed_memory` | a program's setting for CPU speed |
 
 Each fast path has its equation beside it (`*_reference`; `impl="reference"` of `kda`), tested for values and
-gradients.
+gradients; `dispatch` says which one runs.
 """
