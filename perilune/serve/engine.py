@@ -26,6 +26,7 @@ from perilune.serve.sampling import Row, distribution, logprobs, sample
 from perilune.serve.scheduler import Batch, Scheduler, Sequence
 from perilune.serve.speculate import Draft, MTPDraft, verify
 
+_BROKEN = "The model's logits are not finite here."
 _HEAD_ROWS = 256  # rows of logits at a time when a whole prompt wants its log-probabilities
 
 
@@ -181,8 +182,12 @@ class Engine:
         if not ready:
             return said
         logits = self.model.lm_head(hidden[ready])
+        broken = _broken(logits)
         tokens = self._agree(sample(logits, [rows[i] for i in ready]))
         for at, (i, token) in enumerate(zip(ready, tokens)):
+            if broken[at]:
+                said.append(self._end(sequences[i], "error", message=_BROKEN))
+                continue
             kept, finish = self._append(sequences[i], [token])
             said.append(self._tell(sequences[i], kept, finish, logits[at : at + 1]))
         return said
@@ -217,8 +222,11 @@ class Engine:
         p = distribution(logits.flatten(0, 1), [row for some in rows for row in some]).unflatten(0, (-1, width))
         seeds, at = [s.seed for s in sequences], [len(s.tokens) for s in sequences]
         yields = self._agree(verify(p, q.to(p), drafts, seeds, at))
-        features = out.features.unflatten(0, (-1, width))
+        features, broken = out.features.unflatten(0, (-1, width)), _broken(logits.flatten(1))
         for n, s in enumerate(sequences):
+            if broken[n]:
+                said.append(self._end(s, "error", message=_BROKEN))
+                continue
             barred = next((i for i, row in enumerate(rows[n]) if row.barred), width)
             said.append(self._keep(s, yields[n][:barred], width - 1, logits[n], features[n]))
         return said
@@ -307,6 +315,11 @@ class Engine:
         if request.sampling.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs need the whole prompt computed, which an imported state leaves out.")
         self.scheduler.paged.check(state)
+
+
+def _broken(logits: Tensor) -> list[bool]:
+    """Rows that no token can be drawn from: weights or a state overflowed."""
+    return (~torch.isfinite(logits).all(-1)).tolist()
 
 
 def _advanced(grammar: Grammar, state: Any, tokens: Seq[int]) -> Any:

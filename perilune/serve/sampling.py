@@ -116,7 +116,7 @@ def draw(probs_NV: Tensor, uniforms: Sequence[float]) -> list[int]:
     picked = torch.searchsorted(running, u * total, right=True).squeeze(1)
     # u·Σp can round up to Σp itself: then the last id with any mass.
     last = torch.searchsorted(running, total).squeeze(1)
-    return torch.minimum(picked, last).tolist()
+    return torch.minimum(picked, last).clamp(max=running.shape[-1] - 1).tolist()
 
 
 def sample(logits_NV: Tensor, rows: Sequence[Row]) -> list[int]:

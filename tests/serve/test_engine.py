@@ -253,3 +253,19 @@ def test_narrower_types_are_as_near_the_truth_as_the_plain_forward(dtype: torch.
         assert torch.stack(errors).abs().max() < 1e-4
     else:
         assert torch.stack(errors).square().mean().sqrt() < 1.5 * torch.stack(plain).square().mean().sqrt()
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_logits_that_are_no_numbers_end_their_request_alone(drafts: int) -> None:
+    """One token's embedding is broken; who never meets it is served on."""
+    model = make()
+    with torch.no_grad():
+        model.embed_tokens.weight[7] = float("nan")
+    engine = Engine(model, dataclasses.replace(OPTIONS, speculate=drafts, prefix_cache=False))
+    fine = tuple(t for t in prompt(40) if t != 7)
+    bias = {7: -1000.0}
+    for name, ids in (("a", fine), ("b", (*fine, 7))):
+        engine.submit(Request(name, ids, Sampling(max_tokens=9, seed=1, logit_bias=bias, ignore_eos=True)))
+    said = run(engine)
+    assert said["b"][-1].finish == "error" and "finite" in said["b"][-1].message
+    assert said["a"][-1].finish == "length" and len(text(said["a"])) == 9
