@@ -33,6 +33,15 @@ class Place:
     rows: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Book:
+    """Where a decoding window's latents and those before it lie: the storage arguments of `ops.mla.mla_decode`."""
+
+    latents: Tensor
+    table: Tensor
+    lengths: Tensor
+
+
 class Cache(Protocol):
     """What K3.forward asks of any storage. N is layout.sequences; shapes as in the module's head."""
 
@@ -50,9 +59,10 @@ class Cache(Protocol):
         """For a decoding window, all sequences as long, that updates the storage itself; None: read and write."""
         ...
 
-    def extend_mla(self, layer: int, layout: Layout, latents: Tensor) -> Tensor | None:
+    def extend_mla(self, layer: int, layout: Layout, latents: Tensor) -> Tensor | Book | None:
         """Append latents [T, R]; returns each sequence's whole context [N, L, R], L the longest, padding undefined
-        but finite. May be None for a fresh layout, whose context is the latents."""
+        but finite. May be None for a fresh layout, whose context is the latents; a Book for a decoding window, all
+        sequences as long, that reads the storage itself."""
         ...
 
     def advance(self, layout: Layout) -> None:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from perilune.config import ModelConfig
 from perilune.model.attention import causal, causal_after_past
-from perilune.model.cache import Cache
+from perilune.model.cache import Book, Cache
 from perilune.model.layout import Layout
 from perilune.model.linear import Linear, project
 from perilune.model.norm import RMSNorm
 from perilune.model.taps import Taps
+from perilune.ops.mla import mla_decode
 from perilune.ops.norm import sigmoid_gate
 
 # Absorbed scores cost R instead of d_qk a key but skip the expansion of the whole past: right for few queries.
@@ -46,7 +47,9 @@ class MLA(nn.Module):
         """x [T, hidden] -> [T, hidden]."""
         q, latents, gate = self._inputs(x)
         context = cache.extend_mla(self.layer, layout, latents) if cache is not None else None
-        if context is None or layout.fresh:
+        if isinstance(context, Book):
+            o = self._paged(q, context, layout)
+        elif context is None or layout.fresh:
             k, v = self._expand(latents)
             if taps is not None:
                 taps.max_logit(self.layer, q, k, layout, self._scale)
@@ -86,15 +89,25 @@ class MLA(nn.Module):
 
     def _absorbed(self, q: Tensor, context: Tensor, layout: Layout) -> Tensor:
         """Attention in latent space: q_nope W_UK against latents, values read back through W_UV."""
+        q_latent, w_uv = self._absorb(q)
+        k = context.unsqueeze(2)
+        v = k[..., : self.config.kv_lora_rank]
+        return torch.einsum("thr,hdr->thd", causal_after_past(q_latent, k, v, layout, self._scale), w_uv)
+
+    def _paged(self, q: Tensor, book: Book, layout: Layout) -> Tensor:
+        """The same for a window, on the storage's own pages."""
+        q_latent, w_uv = self._absorb(q)
+        windows = q_latent.unflatten(0, (layout.sequences, -1))
+        o = mla_decode(windows, **vars(book), values=self.config.kv_lora_rank, scale=self._scale)
+        return torch.einsum("thr,hdr->thd", o.flatten(0, 1), w_uv)
+
+    def _absorb(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """(q in latent space [T, heads, R], W_UV [heads, d_v, kv_lora_rank])."""
         c = self.config
         w = self.kv_b_proj.weight.unflatten(0, (c.num_attention_heads, -1))
         w_uk, w_uv = w.split([c.qk_nope_head_dim, c.v_head_dim], 1)
         q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], -1)
-        q_latent = torch.cat([torch.einsum("thd,hdr->thr", q_nope, w_uk), q_rope], -1)
-        k = context.unsqueeze(2)
-        v = k[..., : c.kv_lora_rank]
-        o = causal_after_past(q_latent, k, v, layout, self._scale)
-        return torch.einsum("thr,hdr->thd", o, w_uv)
+        return torch.cat([torch.einsum("thd,hdr->thr", q_nope, w_uk), q_rope], -1), w_uv
 
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """The gate multiplies in fp32 (the report keeps the attention output in fp32), one cast before W_o."""

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from perilune.model.cache import Place, State
+from perilune.model.cache import Book, Place, State
 from perilune.model.kda import KDA
 from perilune.model.layout import Layout
 from perilune.ops.kda.decode import TAPS, Drafts
@@ -38,6 +38,11 @@ class Pages(Layout):
         """For each new token [T]: its page in every MLA layer [layers, T], its offset there."""
         at = torch.div(self.position_of, self.page_tokens, rounding_mode="floor")
         return self.mla_pages[:, self.sequence_of, at], self.position_of - at * self.page_tokens
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int64 [N]: tokens of each sequence with the new ones."""
+        return torch.tensor([p + n for p, n in zip(self.past, self.lengths)], device=self.device)
 
     @cached_property
     def longest(self) -> int:
@@ -135,11 +140,13 @@ class Paged:
         pages, pool = layout.kda_pages[self._kda[layer]], self.pool
         return Place(pool.states, pool.tails, pages, self._drafts.get(layer), layout.accepted, layout.slots)
 
-    def extend_mla(self, layer: int, layout: Layout, latents: Tensor) -> Tensor | None:
+    def extend_mla(self, layer: int, layout: Layout, latents: Tensor) -> Tensor | Book | None:
         assert isinstance(layout, Pages)
         i, stored = self._mla[layer], self.pool.latents
         pages, offsets = layout.places
         stored[pages[i], offsets] = latents.to(stored.dtype)
+        if layout.window:
+            return Book(stored, layout.mla_pages[i], layout.ends)
         if layout.fresh:
             return None
         return stored[layout.mla_pages[i]].flatten(1, 2)[:, : layout.longest]

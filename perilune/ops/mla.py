@@ -1,0 +1,46 @@
+"""Absorbed MLA over pages of latents: decoding windows attend without expanding keys or values (report §2.1.2, §5.4.2).
+
+    o_w = Σ_{t ≤ past + w} softmax_t(scale · ⟨q_w, c_t⟩) c_t[:values]
+
+q is already in latent space (q_nope W_UK beside q_rope), so every head reads the same latents c: one read of the pages
+serves all heads. N sequences, W tokens a window, H heads, R width of a latent, P tokens a page, J pages a row.
+"""
+
+import torch
+from torch import Tensor
+
+
+def mla_decode(q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, *, values: int, scale: float) -> Tensor:
+    """Attention of windows to their sequences' paged pasts and to themselves.
+
+    Args:
+        q: [N,W,H,R].
+        latents: [pages,P,R], any stride on the first axis; the window's own are already written.
+        table: [N,J] integers, the pages of each sequence in order; what lies beyond its length must be finite.
+        lengths: [N] integers, tokens of each sequence, its window included.
+        values: how many of the R are the value, the first ones.
+        scale: of the scores.
+    Returns:
+        [N,W,H,values] in q's dtype; softmax and sums are fp32 (fp64 for fp64).
+    Raises:
+        ValueError: one sentence that names the argument.
+    """
+    _check(q, latents, table, lengths, values)
+    N, W, H, _ = q.shape
+    context = latents[table].flatten(1, 2)
+    scores = (q.flatten(1, 2) @ context.mT).unflatten(1, (W, H))
+    position = torch.arange(context.shape[1], device=q.device)
+    last = (lengths - W).unsqueeze(1) + torch.arange(W, device=q.device)
+    hidden = position > last.unsqueeze(-1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    weight = (scores.to(wide) * scale).masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
+    return (weight.to(q.dtype).flatten(1, 2) @ context[..., :values]).view(N, W, H, values)
+
+
+def _check(q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, values: int) -> None:
+    if q.dim() != 4 or latents.dim() != 3 or q.shape[3] != latents.shape[2]:
+        raise ValueError(f"mla_decode: q must be [N,W,H,R], latents [pages,P,R]; got {[*q.shape]}, {[*latents.shape]}.")
+    if table.dim() != 2 or table.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
+        raise ValueError(f"mla_decode: table must be [{q.shape[0]},J] and lengths [{q.shape[0]}].")
+    if not 0 < values <= q.shape[3]:
+        raise ValueError(f"mla_decode: values must lie in 1..{q.shape[3]}, not {values}.")
