@@ -10,6 +10,7 @@ before anything is allocated. Whoever goes on from a checkpoint or from a partly
 copies are queued on the device's stream before the forward that reads them.
 """
 
+import bisect
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,14 @@ class Chain:
             before = self.hashes[-1] if self.hashes else self._root
             piece = np.asarray(tokens[start : start + self.block], dtype="<i8").tobytes()
             self.hashes.append(hashlib.blake2b(before + piece, digest_size=16).digest())
+
+    def common(self, other: "Chain") -> int:
+        """Tokens that both begin with, in whole blocks: a hash covers all before it, so the last equal one decides."""
+        equal = bisect.bisect(range(min(len(self.hashes), len(other.hashes))), 0, key=lambda i: self._parts(other, i))
+        return equal * self.block
+
+    def _parts(self, other: "Chain", i: int) -> int:
+        return int(self.hashes[i] != other.hashes[i])
 
     def at(self, tokens: int) -> bytes:
         """The hash of the prefix that ends at this boundary."""

@@ -209,14 +209,31 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting sequences in order, until one does not fit."""
-        while self.waiting:
-            s = self.waiting[0]
-            if self._rows and self._start(s):
+        for s in list(self.waiting):
+            if self._rows and self._follows(s):
                 continue
-            last = max(self.running, key=lambda r: r.order, default=None)
-            if last is None or last.order[0] <= s.order[0]:
-                return
-            self._preempt(last)  # a lower class makes room
+            while not (self._rows and self._start(s)):
+                last = max(self.running, key=lambda r: r.order, default=None)
+                if last is None or last.order[0] <= s.order[0]:
+                    return
+                self._preempt(last)  # a lower class makes room
+
+    def _follows(self, s: Sequence) -> bool:
+        """Whether a prompt ahead of s is about to compute what both begin with: then s waits for it, and where they
+        part gets a checkpoint."""
+        if not self.options.prefix_cache or s.request.sampling.prompt_logprobs is not None:
+            return False
+        s.chain.extend(s.tokens, len(s.tokens))
+        most = self.prefix.boundary(len(s.tokens) - 1)
+        for r in self.running:
+            if r.order > s.order or r.decoding:
+                continue
+            end = min(s.chain.common(r.chain), most)
+            if end > r.computed:
+                if self.geometry.kda_layers and end not in r.marks:
+                    bisect.insort(r.marks, end)
+                return True
+        return False
 
     def _start(self, s: Sequence) -> bool:
         """Give a sequence its row and blocks, from a prefix where there is one; False when it must wait."""

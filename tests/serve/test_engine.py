@@ -84,6 +84,19 @@ def test_a_branch_point_gets_a_checkpoint_when_it_is_seen(model: K3) -> None:
     assert cached == [0, 0, 48]
 
 
+def test_a_burst_computes_what_it_shares_once(model: K3) -> None:
+    """Five prompts arrive together with 100 tokens in common: four wait for the first and find its branch."""
+    engine = Engine(model, dataclasses.replace(OPTIONS, max_batch=6))
+    prompts = {f"r{i}": prompt(100) + prompt(20 + i, i) for i in range(5)} | {"other": prompt(50, 9)}
+    for name, ids in prompts.items():
+        engine.submit(Request(name, ids, greedy(4)))
+    said = run(engine)
+    for name, ids in prompts.items():
+        assert_says(model, ids, said[name])
+    assert [said[f"r{i}"][-1].usage.cached_tokens for i in range(5)] == [0, 96, 96, 96, 96]
+    assert engine.stats().hit_tokens == 4 * 96
+
+
 def test_turn_ends_get_checkpoints(model: K3) -> None:
     engine = Engine(model, OPTIONS)
     ids = prompt(150)

@@ -78,6 +78,8 @@ def test_salt_isolates() -> None:
 def test_a_hash_covers_all_before_it() -> None:
     a, b = chain([0] * 512 + [7] * 512), chain([1] * 512 + [7] * 512)
     assert a.hashes[1] != b.hashes[1]
+    assert a.common(b) == 0 and a.common(a) == 1024
+    assert a.common(chain([0] * 512 + [8] * 1024)) == 512 and a.common(Chain(512)) == 0
     parts = Chain(512)
     for upto in (3, 600, 601, 1024):
         parts.extend([0] * 512 + [7] * 512, upto)
