@@ -10,7 +10,7 @@ Shapes: T tokens (any leading axes), D width, N finished blocks.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,63 @@ def _eager(
 ) -> Tensor:
     known = [rms_scale(b, eps) for b in blocks] if scales is None else list(scales)
     return _Mix.apply(weight, *known, rms_scale(partial, eps), *blocks, partial)
+
+
+class Ahead(NamedTuple):
+    """What Q reads share before the running sum is known: of each query the mixture [Q,...,D] of the finished blocks
+    and the log of their summed exponentials [Q,...] fp32."""
+
+    mixed: Tensor
+    lse: Tensor
+
+
+@torch.no_grad()
+def mix_ahead(blocks: Sequence[Tensor], weights: Tensor, *, eps: float = EPS, impl: str = "auto") -> Ahead:
+    """The first of inference's two phases (§5.4.2): every query of the coming block at once, each source read once.
+
+    blocks: at least one, [...,D] each. weights [Q,D]: folded queries of the reads until the next border. No gradient.
+    """
+    if weights.dim() != 2 or not blocks or weights.shape[1] != blocks[0].shape[-1]:
+        raise ValueError(f"mix_ahead: weights must be [Q,D] beside blocks of width D, got {tuple(weights.shape)}.")
+    shape = blocks[0].shape
+    if fused("mix_ahead", impl, blocks[0]):
+        mixed, lse = kernels("attnres_triton").ahead([_flat(b) for b in blocks], weights.contiguous(), eps)
+        return Ahead(mixed.view(-1, *shape), lse.view(-1, *shape[:-1]))
+    v = torch.stack([_widen(b) for b in blocks])
+    scale = torch.rsqrt(v.square().mean(-1) + eps)
+    score = torch.einsum("s...d,qd->qs...", v, _widen(weights).to(v.dtype)) * scale
+    mixed = torch.einsum("qs...,s...d->q...d", torch.softmax(score, 1), v)
+    return Ahead(mixed.to(blocks[0].dtype), torch.logsumexp(score, 1))
+
+
+@torch.no_grad()
+def merge(
+    ahead: Ahead,
+    read: int,
+    running: Tensor,
+    weight: Tensor,
+    *,
+    added: Tensor | None = None,
+    eps: float = EPS,
+    norm: Tensor | None = None,
+    norm_eps: float = EPS,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The second phase: read number `read` of the block, with the running sum folded in by an online softmax.
+
+    added: what the last sublayer adds to the running sum first. norm: the weight [D] of the RMSNorm that follows.
+    Returns (what `mix` gives, the new running sum), both [...,D]. No gradient.
+    """
+    mixed, lse = ahead.mixed[read], ahead.lse[read]
+    if fused("merge", impl, running):
+        flat = [_flat(mixed), lse.reshape(-1), _flat(running), None if added is None else _flat(added)]
+        y, total = kernels("attnres_triton").merge(*flat, weight, norm, eps, norm_eps)
+        return y.view(running.shape), total.view(running.shape)
+    total = running if added is None else running + added
+    wide, h = _widen(total), _widen(mixed)
+    score = (wide @ _widen(weight).to(wide.dtype)) * rms_scale(total, eps).squeeze(-1)
+    h = torch.lerp(h, wide, torch.sigmoid(score - lse).unsqueeze(-1)).to(total.dtype)
+    return (h if norm is None else rms_norm(h, norm, norm_eps, impl=impl)), total
 
 
 def mix_reference(

@@ -21,9 +21,12 @@ FORWARD = 16  # values a thread holds of a tile
 @triton.jit
 def mix_kernel(
     sources, w, norm, y, scores, lse, rows, D, eps, norm_eps,
-    NORM: tl.constexpr, KEEP: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    NORM: tl.constexpr, KEEP: tl.constexpr, QUERIES: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    # With several queries the programs of one row block are neighbours: its sources come from memory once.
+    q = (tl.program_id(0) % QUERIES).to(tl.int64)
+    w, y, scores, lse = w + q * D, y + q * rows * D, scores + q * len(sources) * rows, lse + q * rows
+    r = (tl.program_id(0) // QUERIES).to(tl.int64) * BR + tl.arange(0, BR)
     c = tl.arange(0, BD)
     row = r < rows
     inside = row[:, None] & (c < D)[None, :]
@@ -45,6 +48,34 @@ def mix_kernel(
     if KEEP:
         tl.store(lse + r, top + tl.log(mass), mask=row)
     h = (h / mass[:, None]).to(y.dtype.element_ty)
+    if NORM:
+        wide = h.to(tl.float32)
+        gain = tl.load(norm + c, mask=c < D, other=0.0).to(y.dtype.element_ty).to(tl.float32)[None, :]
+        xhat = (wide * normalise(wide, D, norm_eps)[:, None]).to(y.dtype.element_ty)
+        h = (xhat.to(tl.float32) * gain).to(y.dtype.element_ty)
+    tl.store(y + at, h, mask=inside)
+
+
+@triton.jit
+def merge_kernel(
+    mixed, lse, running, added, total, w, norm, y, rows, D, eps, norm_eps,
+    NORM: tl.constexpr, ADD: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    c = tl.arange(0, BD)
+    row = r < rows
+    inside = row[:, None] & (c < D)[None, :]
+    at = r[:, None] * D + c[None, :]
+    v = tl.load(running + at, mask=inside, other=0.0)
+    if ADD:
+        v = (v.to(tl.float32) + tl.load(added + at, mask=inside, other=0.0).to(tl.float32)).to(y.dtype.element_ty)
+        tl.store(total + at, v, mask=inside)
+    v = v.to(tl.float32)
+    query = tl.load(w + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    score = tl.sum(v * query, 1) * normalise(v, D, eps)
+    share = tl.sigmoid(score - tl.load(lse + r, mask=row, other=0.0))[:, None]  # e^s / (e^s + Σ e^{s_i})
+    h = tl.load(mixed + at, mask=inside, other=0.0).to(tl.float32)
+    h = (h + share * (v - h)).to(y.dtype.element_ty)
     if NORM:
         wide = h.to(tl.float32)
         gain = tl.load(norm + c, mask=c < D, other=0.0).to(y.dtype.element_ty).to(tl.float32)[None, :]
@@ -111,9 +142,37 @@ def mix(
     shape = tile(width, FORWARD, 4)
     mix_kernel[(triton.cdiv(rows, shape["BR"]),)](
         tuple(sources), w, w if norm is None else norm, y, y if scores is None else scores, y if lse is None else lse,
-        rows, width, eps, norm_eps, NORM=norm is not None, KEEP=keep, **shape,
+        rows, width, eps, norm_eps, NORM=norm is not None, KEEP=keep, QUERIES=1, **shape,
     )  # fmt: skip
     return y, scores, lse
+
+
+def ahead(sources: Sequence[Tensor], w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """sources [R,D] each, contiguous, and queries w [Q,D] -> (mixtures [Q,R,D], logs of summed exponentials [Q,R])."""
+    (rows, width), queries = sources[0].shape, len(w)
+    y = sources[0].new_empty(queries, rows, width)
+    scores = y.new_empty(queries, len(sources), rows, dtype=torch.float32)
+    lse = y.new_empty(queries, rows, dtype=torch.float32)
+    shape = tile(width, FORWARD, 4)
+    mix_kernel[(triton.cdiv(rows, shape["BR"]) * queries,)](
+        tuple(sources), w, w, y, scores, lse, rows, width, eps, eps, NORM=False, KEEP=True, QUERIES=queries, **shape
+    )
+    return y, lse
+
+
+def merge(
+    mixed: Tensor, lse: Tensor, running: Tensor, added: Tensor | None, w: Tensor, norm: Tensor | None, eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(normed mixture [R,D], running + added [R,D]) of one query's part of `ahead` and the running sum."""
+    rows, width = running.shape
+    y, total = torch.empty_like(running), running if added is None else torch.empty_like(running)
+    shape = tile(width, FORWARD, 4)
+    merge_kernel[(triton.cdiv(rows, shape["BR"]),)](
+        mixed, lse, running, running if added is None else added, total, w, w if norm is None else norm, y,
+        rows, width, eps, norm_eps, NORM=norm is not None, ADD=added is not None, **shape,
+    )  # fmt: skip
+    return y, total
 
 
 def backward_tile(width: int) -> dict[str, int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from perilune.ops.attnres import mix, mix_reference
+from perilune.ops.attnres import merge, mix, mix_ahead, mix_reference
 from perilune.ops.conv import short_conv_reference, short_convs
 from perilune.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from perilune.ops.experts import Activation, experts, experts_reference, grouped_mlp, order_rows
@@ -125,6 +125,25 @@ def attnres() -> float:
                 return run(mix_reference, *leaves)
 
             found.append(worst(fast, slow, leaves))
+    return max(found)
+
+
+def phases() -> float:
+    """Both phases of a block's reads, kernels and torch, against the equation over all sources."""
+    found = []
+    for blocks, width in ((1, 24), (4, 130)):
+        v = [low(draw(37, width, seed=i) * (i + 1)) for i in range(blocks + 2)]
+        queries, norm = low(draw(3, width, seed=8)), low(draw(width, seed=9))
+        total = (v[-2].double() + v[-1].double()).to(LOW)
+        for impl in ("fused", "eager"):
+            made = mix_ahead(v[:-2], queries, impl=impl)
+            for read in range(3):
+                for gain in (None, norm):
+                    x, running = merge(made, read, v[-2], queries[read], added=v[-1], norm=gain, impl=impl)
+                    wide = [y.double() for y in (*v[:-2], total)]
+                    want = mix_reference(wide[:-1], wide[-1], queries[read].double(), norm=gain)
+                    again, _ = merge(made, read, total, queries[read], norm=gain, impl=impl)
+                    found += [error(x, want), error(again, want), error(running, total.double())]
     return max(found)
 
 

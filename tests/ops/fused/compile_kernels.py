@@ -93,13 +93,26 @@ def attnres() -> None:
         pointers = ("*bf16",) * sources
         for normed in (True, False):
             name = f"{width} of {sources} norm {normed}"
-            shape = norm_triton.tile(width, attnres_triton.FORWARD, 4) | {"NORM": normed, "KEEP": True}
+            shape = norm_triton.tile(width, attnres_triton.FORWARD, 4) | {"NORM": normed, "KEEP": True, "QUERIES": 1}
             warps = shape.pop("num_warps")
             build(f"mix {name}", attnres_triton.mix_kernel, shape, warps, sources=pointers, **weights)
             shape = attnres_triton.backward_tile(width) | {"NORM": normed}
             warps = shape.pop("num_warps")
             both = {"sources": pointers, "grads": pointers}
             build(f"mix backward {name}", attnres_triton.mix_backward_kernel, shape, warps, **both, **weights)
+
+
+def phases() -> None:
+    types = {"rows": "i32", "w": "*fp32", "norm": "*fp32"}
+    types |= dict.fromkeys(["mixed", "running", "added", "total"], "*bf16")
+    for width, blocks in ((512, 4), (7168, 8)):
+        shape = norm_triton.tile(width, attnres_triton.FORWARD, 4)
+        warps = shape.pop("num_warps")
+        rule = shape | {"NORM": False, "KEEP": True, "QUERIES": 24}
+        build(
+            f"ahead {width} of {blocks}", attnres_triton.mix_kernel, rule, warps, sources=("*bf16",) * blocks, **types
+        )
+        build(f"merge {width}", attnres_triton.merge_kernel, shape | {"NORM": True, "ADD": True}, warps, **types)
 
 
 def conv() -> None:
@@ -154,7 +167,7 @@ def muon() -> None:
     build("scale", muon_triton.scale_kernel, {"BLOCK": muon_triton._BLOCK}, 8, **types)
 
 
-ALL = ("situ", "norm", "attnres", "conv", "moe", "router", "head", "histogram", "muon")
+ALL = ("situ", "norm", "attnres", "phases", "conv", "moe", "router", "head", "histogram", "muon")
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or ALL:
