@@ -13,6 +13,7 @@ from perilune.ops.attnres import merge, mix, mix_ahead, mix_reference
 from perilune.ops.conv import short_conv_reference, short_convs
 from perilune.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from perilune.ops.experts import Activation, experts, experts_reference, grouped_mlp, order_rows
+from perilune.ops.mx import pack_mxfp4
 from perilune.ops.norm import (
     gated_rms_norm,
     gated_rms_norm_reference,
@@ -21,6 +22,7 @@ from perilune.ops.norm import (
     sigmoid_gate,
     sigmoid_gate_reference,
 )
+from perilune.ops.packed import Packed, packed_experts, packed_experts_reference
 from perilune.ops.quantile import margin_histogram
 from perilune.ops.router import mixture, route, router_scores, select
 from perilune.ops.situ import packed_glu, situ_glu, situ_glu_reference, swiglu
@@ -186,6 +188,27 @@ def moe() -> float:
             worst(lambda z, p, a, b, n=order.ends, act=act: grouped_mlp(z, n, p, a, b, act, impl="fused"),
                   lambda z, p, a, b, n=order.ends, act=act: grouped_mlp(z, n, p, a, b, act, impl="eager"), leaves)
         )  # fmt: skip
+    return max(found)
+
+
+def packed() -> float:
+    """Few rows and more than a tile of one expert, widths no tile divides; a NaN scale stays in its rows."""
+    E, L, inner, found = 5, 96, 160, []
+    gate_up, down = (
+        Packed(*(x.to(DEVICE) for x in pack_mxfp4(draw(E, *shape, seed=i) * 2.0**power)))
+        for i, (shape, power) in enumerate((((2 * inner, L), -3), ((L, inner), 5)))
+    )
+    for T, k, act in ((1, 2, Activation()), (40, 3, Activation("swiglu"))):
+        shuffled = [torch.randperm(E - 1, generator=torch.Generator().manual_seed(t)) for t in range(T)]
+        idx, z = torch.stack(shuffled)[:, :k].to(DEVICE), low(draw(T, L))
+        p = draw(T, k).abs().to(DEVICE, torch.float32)
+        for impl in ("fused", "eager"):
+            got = packed_experts(z, idx, p, gate_up, down, act, impl=impl)
+            found.append(error(got, packed_experts_reference(z.double(), idx, p.double(), gate_up, down, act)))
+    broken = gate_up.scales.clone()
+    broken[int(idx[0, 0]), 0, 0] = 255
+    nan = packed_experts(z, idx, p, Packed(gate_up.codes, broken), down, impl="fused").isnan().any(1)
+    assert torch.equal(nan, (idx == idx[0, 0]).any(1))
     return max(found)
 
 

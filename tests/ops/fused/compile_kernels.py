@@ -21,6 +21,7 @@ from perilune.ops import (
     experts_triton,
     gate_triton,
     norm_triton,
+    packed_triton,
     quantile_triton,
     router_triton,
     situ_triton,
@@ -135,6 +136,14 @@ def moe() -> None:
         build(f"activate backward {inner}", experts_triton.activate_backward_kernel, tile | rule)
 
 
+def packed() -> None:
+    types = {"packed": "*u8", "scale": "*u8", "expert": "*i64", "ends": "*i32"}
+    for width, inner in ((1024, 384), (3584, 3072)):
+        shape = {"N": inner, "L": width, "BM": 16, "BN": packed_triton._BN, "BK": packed_triton._BK}
+        build(f"packed gate up {width} {inner}", packed_triton.gate_up_kernel, shape | {"KIND": 1}, **types)
+        build(f"packed down {width} {inner}", packed_triton.down_kernel, shape, **types)
+
+
 def router() -> None:
     for experts, top in ((128, 6), (896, 16)):
         tile = router_triton._tile(experts)
@@ -167,7 +176,7 @@ def muon() -> None:
     build("scale", muon_triton.scale_kernel, {"BLOCK": muon_triton._BLOCK}, 8, **types)
 
 
-ALL = ("situ", "norm", "attnres", "phases", "conv", "moe", "router", "head", "histogram", "muon")
+ALL = ("situ", "norm", "attnres", "phases", "conv", "moe", "packed", "router", "head", "histogram", "muon")
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or ALL:

@@ -1,0 +1,78 @@
+"""Routed experts whose weights stay packed in MXFP4 (technical report §4.1.4, §5.4.2): a decoding step.
+
+    out_t = Σ_i p_{t,i} E_{e(t,i)}(z_t),   w = E2M1(code) · 2^(scale − 127)
+
+A step of few tokens is bound by the bytes of the weights it touches; packed they are 4.25 bits a value. On an NVIDIA
+GPU two kernels stream them once, decoding in registers (`packed_triton`); elsewhere they are unpacked first.
+Shapes: T tokens, k chosen, E experts, I expert width, L width of the rows; I and L multiples of 32. No gradient.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from perilune.ops.dispatch import fused, kernels
+from perilune.ops.experts import Activation, experts, experts_reference, order_rows
+from perilune.ops.mx import GROUP, unpack_mxfp4
+
+
+class Packed(NamedTuple):
+    """Matrices [E,N,K]: codes uint8 [E,N,K/2], the low nibble the even column, and scales uint8 [E,N,K/32]."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        return unpack_mxfp4(self.codes, self.scales, dtype)
+
+
+@torch.no_grad()
+def packed_experts(
+    z: Tensor,
+    idx: Tensor,
+    weight: Tensor,
+    gate_up: Packed,
+    down: Packed,
+    activation: Activation | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """z [T,L], idx [T,k] int64, weight [T,k] fp32, gate_up [E,2I,L] and down [E,L,I] packed -> [T,L] in z's dtype.
+
+    Raises ValueError naming the argument that does not fit.
+    """
+    _check(z, idx, weight, gate_up, down)
+    act = activation or Activation()
+    if not fused("packed_experts", impl, z):
+        return experts(z, idx, weight, gate_up.unpack(z.dtype), down.unpack(z.dtype), act, impl="eager")
+    order, k = order_rows(idx, len(gate_up.codes)), idx.shape[1]
+    expert = idx.flatten()[order.source]
+    both = tuple(x.contiguous() for x in gate_up), tuple(x.contiguous() for x in down)
+    y = kernels("packed_triton").rows(
+        z.contiguous(), order.source, expert, order.ends, weight.reshape(-1), *both, k, *act.rules
+    )
+    out: Tensor = kernels("experts_triton").combine(y, order.place, k)
+    return out
+
+
+def packed_experts_reference(
+    z: Tensor, idx: Tensor, weight: Tensor, gate_up: Packed, down: Packed, activation: Activation | None = None
+) -> Tensor:
+    """The equation, one expert after another, on unpacked weights."""
+    return experts_reference(z, idx, weight, gate_up.unpack(z.dtype), down.unpack(z.dtype), activation)
+
+
+def _check(z: Tensor, idx: Tensor, weight: Tensor, gate_up: Packed, down: Packed) -> None:
+    E, twice, half = gate_up.codes.shape
+    L, inner = 2 * half, twice // 2
+    if z.dim() != 2 or z.shape[1] != L:
+        raise ValueError(f"packed_experts: z must be [T,{L}], got {tuple(z.shape)}.")
+    if L % GROUP or inner % GROUP:
+        raise ValueError(f"packed_experts: widths {L} and {inner} must be multiples of {GROUP}.")
+    if down.codes.shape != (E, L, inner // 2):
+        raise ValueError(f"packed_experts: down must be [{E},{L},{inner}] packed, got {tuple(down.codes.shape)}.")
+    if idx.shape != weight.shape or idx.shape[0] != z.shape[0]:
+        raise ValueError(
+            f"packed_experts: idx {tuple(idx.shape)} and weight {tuple(weight.shape)} must be [{z.shape[0]},k]."
+        )
