@@ -18,7 +18,7 @@ def _on_gpu(case: Layer) -> Layer:
 
 
 def check_planner_kernel(_: Collective) -> None:
-    for seed in range(200):
+    for seed in range(12):  # every shape is compiled; many are tried in the interpreter
         counts = random_case(np.random.default_rng(seed)).counts
         want, got = plan(counts), plan(counts.cuda())
         for name in ("assigned", "replicas", "rows", "quotas"):
