@@ -90,9 +90,10 @@ def processes(patience: float, device: torch.device) -> Iterator[int]:
     waits for that one's name.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=30))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    watch = Watch(_store(size), rank, size, patience)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, timeout = _store("job"), timedelta(minutes=30)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    watch = Watch(_store("watch"), rank, size, patience)
     watch.start()
     try:
         yield rank
@@ -114,7 +115,7 @@ def in_turn(part: Callable[[], T]) -> T:
     """What the first process makes before the others, which then find it made. One process just makes it."""
     if not dist.is_initialized():
         return part()
-    store = _store(dist.get_world_size())
+    store = _store("turn")
     if dist.get_rank() == 0:
         made = part()
         store.set("in turn", "made")
@@ -123,8 +124,13 @@ def in_turn(part: Callable[[], T]) -> T:
     return part()
 
 
-def _store(size: int) -> Any:
-    """A second connection to torchrun's store, with names of this start of the job alone."""
+def _store(what: str) -> Any:
+    """A connection to torchrun's store, or to rank 0's where there is no agent, with names of this start of the job.
+
+    torchrun keeps a store over restarts (static rendezvous), and with it the addresses of processes that are gone.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, size, is_master=False, wait_for_workers=False)
-    return dist.PrefixStore(f"watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = os.environ["RANK"] == "0" and not agent
+    store = dist.TCPStore(address, port, is_master=host, wait_for_workers=False, multi_tenant=True)
+    return dist.PrefixStore(f"{what}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

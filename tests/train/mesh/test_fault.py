@@ -91,8 +91,7 @@ def test_a_rank_that_is_gone_is_named(tmp_path: Path, how: signal.Signals) -> No
         _, said = ranks[0].communicate(timeout=60)
         assert time.monotonic() - began < 30
     finally:
-        for rank in ranks:
-            rank.kill()
+        end(*ranks)
     assert ranks[0].returncode not in (0, None)
     host = re.escape(socket.gethostname())
     assert re.search(rf"rank 0 stops: rank 1 on {host} showed no sign of life for 8 s", said), said[-2000:]
@@ -113,11 +112,19 @@ def test_torchrun_starts_it_again_from_the_last_checkpoint(tmp_path: Path) -> No
         wait_for(lambda: not Path(f"/proc/{workers['0']}").exists(), 30, "the other rank ends")
         _, said = job.communicate(timeout=200)
     finally:
-        job.kill()
-    assert job.returncode == 0, said[-3000:]
+        end(job)
+    assert job.returncode == 0, said[-6000:]
     assert re.search(r"exitcode: -9\) local_rank: 1", said), said[-3000:]
     assert steps_done(out) == list(range(14))  # no step twice, none missing
     assert (out / "pretrain" / "weights" / "config.json").is_file()
+
+
+def end(*processes: subprocess.Popen) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
 
 
 def children(pid: int) -> list[int]:
