@@ -200,7 +200,7 @@ class Stage(nn.Module):
             embedded = self.embed_tokens(micro.targets.clamp(min=0))
             hidden, _, route = layer.predict(embedded, features, micro.layout, taps=taps)
             if route is not None:
-                routes[c.num_hidden_layers + i] = route
+                routes[c.num_hidden_layers + i] = Routing(*(part[micro.real] for part in route))
             total = total + self._nats(hidden, micro.second) * step.scale_mtp
         return total
 

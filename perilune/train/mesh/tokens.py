@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perilune.data.batches import Batch
+from perilune.data.batches import NO_TARGET, Batch
 from perilune.model.layout import Layout
 from perilune.parallel import Shard, shard
 from perilune.train.loss import second_targets
@@ -33,13 +33,14 @@ class Slice(Layout):
 @dataclass(frozen=True)
 class Micro:
     """One micro-batch as a rank sees it. tokens, targets: of its slice. head_targets, second: of what its head reads
-    (the piece when words are split over tp)."""
+    (the piece when words are split over tp). real: positions of its slice that have a second target."""
 
     layout: Slice
     tokens: Tensor
     targets: Tensor
     head_targets: Tensor
     second: Tensor
+    real: Tensor
 
 
 def cut(batch: Batch, *, cp: tuple[int, int], tp: tuple[int, int], dp: int, device: torch.device) -> Micro:
@@ -55,5 +56,7 @@ def cut(batch: Batch, *, cp: tuple[int, int], tp: tuple[int, int], dp: int, devi
         first=dp * len(batch.tokens) + here.start,
     )  # fmt: skip
     second = second_targets(batch.targets, Layout.packed(batch.lengths))
+    real = torch.nonzero(second[here] != NO_TARGET).flatten().to(device)
     on = lambda x, part: x[part].to(device)  # noqa: E731
-    return Micro(layout, on(batch.tokens, here), on(batch.targets, here), on(batch.targets, head), on(second, head))
+    tokens, targets = on(batch.tokens, here), on(batch.targets, here)
+    return Micro(layout, tokens, targets, on(batch.targets, head), on(second, head), real)
