@@ -57,12 +57,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds on an H200, measured: a chunk of the chain by value columns, one merge, the two extra launches."""
+    """Microseconds on an H200, measured: a chunk of the chain by value columns, a merge, two more launches."""
 
     half: float = 1.2
     whole: float = 1.8
     merge: float = 7.5
-    launch: float = 10.0
+    launch: float = 40.0
 
 
 def segments_for(chunks: int, sequences: int, shape: Shape, block: int, cost: Cost = Cost()) -> int:
