@@ -102,6 +102,7 @@ class Upkeep:
             gone += [path for path in spare if _older(path, old)]
         for path in gone:
             remove(path)
+        self._end_orphans()
         return len(gone)
 
     # ---- crashes ----
@@ -117,14 +118,18 @@ class Upkeep:
             elif record.phase is not Phase.PAUSED and not alive(record.pid, record.pid_started):
                 record.phase, record.fault = Phase.LOST, "its machine ended while no runtime watched it"
                 self.catalogue.put(record)
-        running = [r for r in self.catalogue.all() if r.phase is Phase.RUNNING]
-        for folder in self.store.run.iterdir():
-            known = folder.name in {r.folder for r in running}
-            if not known and not _owned(folder) and _older(folder, time.time() - 5):
-                _end_machine(folder)
+        self._end_orphans()
         ours = prefix(str(self.store.home))
-        for namespace in set(namespaces(ours)) - {f"{ours}{r.slot}" for r in running}:
+        used = {f"{ours}{r.slot}" for r in self.catalogue.all() if r.phase is Phase.RUNNING}
+        for namespace in set(namespaces(ours)) - used:
             remove_namespace(namespace)
+
+    def _end_orphans(self) -> None:
+        """Machines of a process that died before it had recorded them."""
+        known = {r.folder for r in self.catalogue.all() if r.phase is Phase.RUNNING}
+        for folder in self.store.run.iterdir():
+            if folder.name not in known and not _owned(folder) and _older(folder, time.time() - 5):
+                _end_machine(folder)
 
 
 def _owned(folder: Path) -> bool:
