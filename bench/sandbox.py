@@ -87,10 +87,13 @@ def create(rt: Runtime, rows: Rows, times: int) -> None:
 
 
 def pause_and_resume(rt: Runtime, rows: Rows, times: int) -> None:
-    """Checkpoint and resume; the warm pool holds machines on the same memory base."""
+    """Checkpoint and resume; the warm pool holds machines on the same memory base; a lingering one is its own."""
     template = rt.resolve("base")
-    for name, warm, target in (("cold spawn", 0, "60"), ("warm pool", 2, "30")):
+    for name, warm, linger, target in (
+        ("cold spawn", 0, 0, "60"), ("warm pool", 2, 0, "30"), ("it lingered", 0, 60, "30"),
+    ):  # fmt: skip
         rt.pool.want(template, warm=warm)
+        rt.lingering.seconds = linger
         with Sandbox.create(runtime=rt) as box:
             seen: list[float] = []
 
@@ -104,6 +107,7 @@ def pause_and_resume(rt: Runtime, rows: Rows, times: int) -> None:
 
             rows.append((f"resume, agent answered, {name}", median(once, times), target))
             rows.append((f"resume, first command answered, {name}", statistics.median(seen), target))
+    rt.lingering.seconds = 0
     rt.pool.drop(template.id)
 
 

@@ -263,6 +263,7 @@ def serve(
     domain: Annotated[str, typer.Option(help="what get_host() builds names from")] = "localhost",
     internet: Annotated[bool, typer.Option(help="sandboxes get a network unless they decline")] = False,
     warm: Annotated[int, typer.Option(help="machines to keep ready for what was used last")] = 2,
+    linger: Annotated[float, typer.Option(help="seconds a paused machine stays, stopped, for a quick resume")] = 0.0,
     hot: Annotated[int, typer.Option(help="loaded machines to keep for template `base`")] = 0,
     home: Home = None,
 ) -> None:
@@ -274,7 +275,7 @@ def serve(
         typer.echo(f"perilune sandbox serve: {error.name} is missing: pip install 'perilune[sandbox]'", err=True)
         raise typer.Exit(2) from None
     with _failures():
-        runtime = Runtime(home, warm=warm)
+        runtime = Runtime(home, warm=warm, linger_s=linger)
         keys = Keys.load(runtime.home)
         if hot:
             runtime.pool.want(runtime.resolve("base"), hot=hot)

@@ -187,6 +187,13 @@ class Launcher:
             remove(live.top)
             raise
 
+    def go_on(self, live: Live) -> None:
+        """A machine that was stopped by a pause runs again, on a new disk layer: the pause keeps the one it had."""
+        self._seal(live)
+        live.agent.unhold()
+        live.machine.run()
+        live.identify()
+
     def boot(self, top: Path, record: Record) -> Live:
         """Start the guest's kernel on a disk; `top` is this sandbox's own layer."""
         base = self.store.memory / f"zero-{record.shape.memory_mb}.base"

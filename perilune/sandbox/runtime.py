@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from perilune.sandbox import setup
+from perilune.sandbox import linger, setup
 from perilune.sandbox.agent.client import Agent
 from perilune.sandbox.catalogue import Catalogue, Network, Phase, Record
 from perilune.sandbox.errors import (
@@ -22,6 +22,7 @@ from perilune.sandbox.errors import (
     InvalidRequest,
     MachineLost,
     NotFound,
+    OutOfCapacity,
     SandboxError,
 )
 from perilune.sandbox.files import remove
@@ -42,7 +43,12 @@ class Runtime:
     """Thread-safe. One process drives a running sandbox at a time; a dead process's sandboxes are adopted."""
 
     def __init__(
-        self, home: Path | None = None, guard: Guard | None = None, jail: str | None = None, warm: int = 0
+        self,
+        home: Path | None = None,
+        guard: Guard | None = None,
+        jail: str | None = None,
+        warm: int = 0,
+        linger_s: float = 0.0,
     ) -> None:
         self.home = (home or setup.default_home()).absolute()
         self.guest = setup.load(self.home)
@@ -58,6 +64,7 @@ class Runtime:
         self.catalogue = Catalogue(self.home / "catalogue.db")
         self.guard = guard or Guard()
         self.pool = Pool(self.launcher, warm)
+        self.lingering = linger.Lingering(linger_s)
         self.lives: dict[str, Live] = {}
         self.upkeep = Upkeep(self.store, self.catalogue, self.pool, self.lock)
         self._locks: dict[str, threading.RLock] = {}
@@ -128,7 +135,12 @@ class Runtime:
 
     def admit(self, count: int) -> None:
         """OutOfCapacity or DiskFull when `count` more would not fit."""
-        self.guard.admit(self.home, len(self.lives) + self._starting, count)
+        try:
+            self.guard.admit(self.home, len(self.lives) + self._starting, count)
+        except OutOfCapacity:
+            if not self.lingering.expire(everything=True):
+                raise
+            self.guard.admit(self.home, len(self.lives) + self._starting, count)
 
     def create(self, request: Request) -> Record:
         """One sandbox from a template or snapshot."""
@@ -211,20 +223,16 @@ class Runtime:
                     self._mark_lost(live)
                 raise
             record.phase, record.snapshot, record.pid = Phase.PAUSED, snapshot.id, 0
-            if mode == "full":
-                live.agent.detach()
-                self._agents[identity] = live.agent
             self.catalogue.put(record)
             self.lives.pop(identity, None)
-            self._put_away(live, mode)
+            if mode == "disk":
+                live.end(Conflict("the sandbox was paused; its processes are gone"))
+            else:
+                self._agents[identity] = live.agent
+                if not self.lingering.keep(live):
+                    linger.end(live)
         self.upkeep.later(lambda: self.upkeep.keep(snapshot.id, previous))
         return record
-
-    def _put_away(self, live: Live, mode: str) -> None:
-        live.machine.kill()
-        if mode == "disk":
-            live.agent.close(Conflict("the sandbox was paused; its processes are gone"))
-        live.unplug()
 
     def _defaults(self, record: Record) -> Defaults:
         return Defaults(record.user, record.workdir, dict(record.env))
@@ -238,6 +246,11 @@ class Runtime:
                 raise Conflict(f"sandbox {identity} is {record.phase}, not paused")
             if not record.snapshot:
                 raise NotFound(f"sandbox {identity} was never paused: there is nothing to resume")
+            kept = self.lingering.take(identity)
+            if kept and (reboot or not self._go_on(kept, record)):
+                linger.end(kept)
+            elif kept:
+                return self._resumed(kept, timeout)
             self.admit(1)
             snapshot = self.store.read(record.snapshot)
             self.store.check(snapshot, self.platform)
@@ -252,9 +265,22 @@ class Runtime:
             except BaseException:
                 record.phase = before
                 raise
-            record.end = ending(timeout)
-            self.started(live)
-            return live
+            return self._resumed(live, timeout)
+
+    def _resumed(self, live: Live, timeout: float | None) -> Live:
+        live.record.end = ending(timeout)
+        self.started(live)
+        return live
+
+    def _go_on(self, kept: Live, record: Record) -> bool:
+        """Whether a machine that lingered runs again; what it held is in the pause as well."""
+        kept.record = record
+        try:
+            self.launcher.go_on(kept)
+        except SandboxError:
+            return False
+        self._agents.pop(record.id, None)
+        return True
 
     def connect(self, identity: str, timeout: float | None = 300.0, reboot: bool = False) -> tuple[Record, bool]:
         """Running with at least `timeout` seconds left; (record, whether it had to be resumed)."""
@@ -373,7 +399,7 @@ class Runtime:
         """End it and forget it; NotFound when there is none."""
         with self.lock(identity):
             record = self.record(identity)
-            live = self.lives.pop(identity, None)
+            live = self.lives.pop(identity, None) or self.lingering.take(identity)
             if live is None and record.phase is Phase.RUNNING:
                 with contextlib.suppress(SandboxError, OSError):
                     live = self.launcher.adopt(record)
@@ -395,6 +421,7 @@ class Runtime:
         while not self._closed.wait(0.25):
             now = time.time()
             self._watch_disk()
+            self.lingering.expire()
             for live in list(self.lives.values()):
                 if live.record.phase is Phase.RUNNING and live.record.end is not None and live.record.end <= now:
                     with contextlib.suppress(SandboxError, OSError):
@@ -462,6 +489,7 @@ class Runtime:
     def _shut(self) -> None:
         self._closed.set()
         self._clock.join()
+        self.lingering.expire(everything=True)
         self.pool.close()
         self.launcher.threads.shutdown()
         self.zygote.close()

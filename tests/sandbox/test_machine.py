@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ import pytest
 from perilune.sandbox import Guard, Network, Runtime, Sandbox, SandboxError, Shape
 from perilune.sandbox.catalogue import Phase
 from perilune.sandbox.errors import DiskFull
+from perilune.sandbox.live import Live
 from perilune.sandbox.template import add_template
 
 
@@ -70,6 +72,42 @@ def test_spares_are_used_and_made_again(runtime: Runtime) -> None:
         runtime.pool.follow = 0
         runtime.pool.forget()
     assert _machines(runtime) == before
+
+
+def test_a_machine_that_lingers_goes_on_and_the_pause_is_whole_without_it(runtime: Runtime) -> None:
+    before, runtime.lingering.seconds = _machines(runtime), 60.0
+    try:
+        with Sandbox.create(runtime=runtime) as box:
+            counting = box.commands.start("for i in $(seq 100000); do echo $i > /dev/shm/n; sleep 0.02; done")
+            while not box.files.exists("/dev/shm/n"):
+                time.sleep(0.05)
+            folder = box.record.folder
+            for i in range(3):
+                box.files.write(f"/root/{i}", "kept")
+                box.pause()
+                box.resume()
+            assert box.record.folder == folder and counting.pid in [pid for pid, _ in box.commands.list()]
+            box.pause()
+            os.kill(int(_lingering(runtime, box.id).machine.pid), signal.SIGKILL)
+            box.resume()  # from the pause, although its machine ended
+            assert box.record.folder != folder
+            first = int(box.files.read_text("/dev/shm/n") or 0)
+            time.sleep(0.5)
+            assert int(box.files.read_text("/dev/shm/n") or first + 1) > first
+            assert [box.files.read_text(f"/root/{i}") for i in range(3)] == ["kept"] * 3
+            box.pause()
+            assert runtime.lingering.expire(everything=True) == 1
+            assert _machines(runtime) == before
+            box.resume()
+            assert box.commands.run("ls /root").stdout.split() == ["0", "1", "2"]
+            box.pause()
+        assert _machines(runtime) == before  # killed while it lingered
+    finally:
+        runtime.lingering.seconds = 0.0
+
+
+def _lingering(runtime: Runtime, identity: str) -> Live:
+    return runtime.lingering._kept[identity][1]
 
 
 def _machines(runtime: Runtime) -> set[str]:

@@ -57,6 +57,14 @@ class Agent:
         if self._reader and self._reader is not threading.current_thread():
             self._reader.join(5.0)
 
+    def hold(self) -> None:
+        """The guest stands still; when its machine ends meanwhile, no stream does. `unhold` before it goes on."""
+        self._closed = True
+
+    def unhold(self) -> None:
+        """Its machine goes on, over the same connection."""
+        self._closed = False
+
     def close(self, error: SandboxError | None = None) -> None:
         """Detach for good; whoever waits for a stream is told."""
         self.detach()
@@ -106,7 +114,7 @@ class Agent:
         """The guest stands still for who knows how long: file operations and connections end with `error`, commands go
         on when it does."""
         for stream in list(self._streams.values()):
-            if stream.command is None:
+            if stream.command is None and not self._quiet:
                 with contextlib.suppress(SandboxError):
                     self.send(Type.CLOSE, stream.number)
                 stream.lose(error)
