@@ -15,6 +15,7 @@ from perilune.sandbox.files import temporary
 
 _CLUSTER_BITS, _CLUSTER = 16, 1 << 16
 _MAGIC, _FORMAT_EXTENSION = 0x514649FB, 0xE2792ACA
+_SECTOR = 512
 _HEADER = struct.Struct(">IIQIIQIIQQIIQQQQII")
 
 
@@ -77,6 +78,19 @@ def chain(top: Path) -> list[Path]:
 def size_of(top: Path) -> int:
     """The disk's size in bytes."""
     return top.stat().st_size if top.suffix == ".raw" else header(top).size
+
+
+def rebase(layer: Path, below: Path) -> None:
+    """Let a layer stand on `below`, which shows what it stood on so far. Who has it open notices nothing."""
+    name = os.path.relpath(below, layer.parent).encode()
+    with layer.open("r+b") as file:
+        head = bytearray(os.pread(file.fileno(), _SECTOR, 0))
+        (offset,) = struct.unpack_from(">Q", head, 8)
+        if offset + len(name) > _SECTOR:
+            raise SandboxError(f"disk layer {layer.name} has no room for the name {name.decode()}")
+        struct.pack_into(">I", head, 16, len(name))
+        head[offset : offset + len(name)] = name
+        os.pwrite(file.fileno(), head, 0)  # one sector: there as a whole or not at all
 
 
 def flatten(top: Path, target: Path) -> None:

@@ -403,7 +403,6 @@ class Runtime:
             if live is None and record.phase is Phase.RUNNING:
                 with contextlib.suppress(SandboxError, OSError):
                     live = self.launcher.adopt(record)
-            record.phase = Phase.KILLED
             self._agents.pop(identity, None)
             if live:
                 live.end(NotFound(f"sandbox {identity} was killed"))
@@ -413,6 +412,7 @@ class Runtime:
             if record.snapshot:
                 remove(self.store.path(record.snapshot))
             self.catalogue.drop(identity)  # last: on a full disk it needs the room that became free
+            record.phase = Phase.KILLED
         self._locks.pop(identity, None)
 
     # ---- timeouts ----

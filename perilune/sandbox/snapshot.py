@@ -4,8 +4,10 @@ A snapshot appears by one rename, so it is there whole or not at all, also after
 in the background. The manifest names every file with its size, and checksums of what a torn write could spoil.
 """
 
+import contextlib
 import hashlib
 import json
+import os
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -189,9 +191,17 @@ class Store:
         return flat
 
     def flatten_disk(self, snapshot: Snapshot) -> Snapshot:
-        """Merge the overlays into one on the raw base."""
+        """Merge what the top layer stands on into one layer, also under a sandbox that runs on already: it opens the
+        shorter chain the next time."""
+        top, *below, _ = (self.layers / name for name, _ in snapshot.layers)
         target = self.layers / f"{snapshot.id}-flat.qcow2"
-        disk.flatten(self.layers / snapshot.top, target)
-        flat = replace(snapshot, layers=self.measure(target))
+        disk.flatten(below[0], target)
+        sync(target)
+        sync(self.layers)
+        disk.rebase(top, target)
+        for layer in below:  # somebody may be opening the chain right now: `collect` spares what is young
+            with contextlib.suppress(OSError):
+                os.utime(layer)
+        flat = replace(snapshot, layers=self.measure(top))
         self.amend(flat)
         return flat

@@ -16,7 +16,7 @@ from perilune.sandbox.files import remove
 from perilune.sandbox.network import namespaces, prefix
 from perilune.sandbox.network import remove as remove_namespace
 from perilune.sandbox.pool import Pool
-from perilune.sandbox.snapshot import Snapshot, Store
+from perilune.sandbox.snapshot import Store
 from perilune.sandbox.vmm.child import Child, alive
 
 FLATTEN_MEMORY = 64 << 20  # bytes of diff from which a base of its own pays
@@ -60,16 +60,12 @@ class Upkeep:
         if previous:
             remove(self.store.path(previous))
         if len(snapshot.layers) > _FLATTEN_DISK:
-            snapshot = self._flatten(identity, self.store.flatten_disk)
+            snapshot = self.store.flatten_disk(snapshot)
         if snapshot.diff and snapshot.diff.size > FLATTEN_MEMORY:
-            self._flatten(identity, self.store.flatten_memory)
+            owner = next((r.id for r in self.catalogue.all() if r.snapshot == identity), identity)
+            with self.lock(owner):  # nobody resumes from it meanwhile
+                self.store.flatten_memory(self.store.read(identity))
         self.collect()
-
-    def _flatten(self, identity: str, how: Callable[[Snapshot], Snapshot]) -> Snapshot:
-        """Only while nobody resumes from it."""
-        owner = next((r.id for r in self.catalogue.all() if r.snapshot == identity), identity)
-        with self.lock(owner):
-            return how(self.store.read(identity))
 
     def shared(self, layer: Path) -> bool:
         """Whether a snapshot still stands on this layer."""

@@ -52,6 +52,26 @@ def test_a_flattened_chain_shows_the_same_bytes(tmp_path: Path) -> None:
     subprocess.run(["qemu-img", "compare", str(below), str(tmp_path / "flat.qcow2")], check=True, capture_output=True)
 
 
+@needs_qemu
+def test_a_layer_is_moved_onto_what_its_chain_shows(tmp_path: Path) -> None:
+    below = _base(tmp_path)
+    for level in range(3):
+        disk.overlay(tmp_path / f"{level}.qcow2", below, 4 << 20)
+        below = tmp_path / f"{level}.qcow2"
+        write = f"write -P {level + 1} {level * 64}k 100k"
+        subprocess.run(
+            ["qemu-io", "-f", "qcow2", "-c", write, str(below)], check=True, capture_output=True, cwd=tmp_path
+        )
+    shown = tmp_path / "shown.raw"
+    subprocess.run(["qemu-img", "convert", "-O", "raw", str(below), str(shown)], check=True)
+    disk.flatten(tmp_path / "1.qcow2", tmp_path / "a-rather-long-name-flat.qcow2")
+    disk.rebase(below, tmp_path / "a-rather-long-name-flat.qcow2")
+    names = ["2.qcow2", "a-rather-long-name-flat.qcow2", "base.raw"]
+    assert [file.name for file in disk.chain(below)] == names
+    compare = ["qemu-img", "compare", "-f", "qcow2", "-F", "raw", str(below), str(shown)]
+    subprocess.run(compare, check=True, capture_output=True)
+
+
 def test_a_file_that_is_no_layer_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.qcow2").write_bytes(b"hello" * 100)
     with pytest.raises(SnapshotCorrupt, match=r"x\.qcow2 is not a qcow2"):
