@@ -126,10 +126,11 @@ def prepare(inputs: Sequence[Tensor], problem: Problem, chunks: Tensor, first: i
     )  # fmt: skip
 
 
-def _copyable(v: Tensor) -> bool:
-    """Whether the copy engine can read [B,T,HV,V] as rows of one matrix."""
+def copyable(v: Tensor) -> Tensor:
+    """[B,T,HV,V] as the copy engine can read it: rows of one matrix, 16-byte aligned; a copy where it is not."""
     b, t, h, _ = v.stride()
-    return (v.shape[0] == 1 or b == t * v.shape[1]) and v.data_ptr() % 16 == 0 and t % 8 == 0 and h % 8 == 0
+    fits = (v.shape[0] == 1 or b == t * v.shape[1]) and v.data_ptr() % 16 == 0 and t > 0 and t % 8 == 0 and h % 8 == 0
+    return v if fits else v.clone(memory_format=torch.contiguous_format)
 
 
 def descriptors(to: Workspace, v: Tensor, block: int) -> tuple[object, ...]:
@@ -166,7 +167,7 @@ def chain(
     if hopper:
         from perilune.ops.kda import gluon_chain
 
-        v = v if _copyable(v) else v.contiguous()
+        v = copyable(v)
 
     def walk(runs: Tensor, count: int, scan: bool) -> None:
         block = min(128, K, V) if scan else panel.block

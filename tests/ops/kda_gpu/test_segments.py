@@ -1,5 +1,6 @@
 """The planner: every token in exactly one chunk, every state where it is needed, segments only where they pay."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,3 +87,26 @@ def test_worked_example() -> None:
     assert 8 <= segments_for(1024, 1, few, 64) <= 32
     assert segments_for(128, 1, many, 128) == 1
     assert segments_for(2, 1, few, 64) == 1
+
+
+def test_the_copy_engine_gets_values_it_can_read() -> None:
+    """Misaligned, one odd-strided token, expanded, transposed batch: copied. Slices of a projection: as they are."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from perilune.ops.kda import hopper
+
+    to = hopper.Workspace.empty(1, 2, 64, torch.empty(0, dtype=torch.bfloat16))
+    flat = torch.randn(40000).bfloat16()
+    kept = flat[:4160].view(1, 16, 260)[..., 8:136].unflatten(-1, (2, 64)), flat[:4224].view(1, 16, 264)[..., 8:136]
+    assert hopper.copyable(kept[1].unflatten(-1, (2, 64))).data_ptr() == kept[1].data_ptr()
+    odd = [
+        kept[0],  # a row of 260 numbers is not a multiple of 16 bytes
+        flat[1:2049].view(1, 16, 2, 64),
+        flat[:128].as_strided((1, 1, 2, 64), (130, 130, 64, 1)),
+        flat[:128].view(1, 1, 2, 64).expand(1, 16, 2, 64),
+        flat[:4096].view(16, 2, 2, 64).transpose(0, 1),
+    ]
+    for v in odd:
+        made = hopper.copyable(v)
+        assert made.data_ptr() != v.data_ptr() and torch.equal(made, v)
+        values = hopper.descriptors(to, made, 64)[3]
+        assert values.shape == [v.shape[0] * v.shape[1], 128] and values.strides[0] == 128
