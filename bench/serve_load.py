@@ -95,7 +95,7 @@ async def measure(args: argparse.Namespace, url: str) -> None:
             print(row(concurrency, load, await load.run(concurrency)), flush=True)
 
 
-def own_server(folder: str) -> tuple[subprocess.Popen[bytes], str]:
+def own_server(folder: str, context: int = 4096, *more: str) -> tuple[subprocess.Popen[bytes], str]:
     """A server of random weights; its process and address."""
     import torch
 
@@ -105,22 +105,28 @@ def own_server(folder: str) -> tuple[subprocess.Popen[bytes], str]:
     from perilune.tokenizer import Tokenizer
 
     torch.manual_seed(0)
-    model = K3(preset("tiny").replace(max_position_embeddings=4096))
+    model = K3(preset("tiny").replace(max_position_embeddings=context))
     model.reset_parameters()
     save(model, Path(folder))
     Tokenizer.train([Path(__file__).read_text()], 2048).save(folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "perilune", "serve", folder, "--port", str(port), "--block-tokens", "64"]
-    process, url = subprocess.Popen(command), f"http://127.0.0.1:{port}"
+    process, url = subprocess.Popen([*command, *more]), f"http://127.0.0.1:{port}"
+    wait_for(url)
+    return process, url
+
+
+def wait_for(url: str) -> None:
+    """Until somebody answers there."""
     for _ in range(600):
         try:
             httpx.get(f"{url}/health")
-            return process, url
         except httpx.ConnectError:
             time.sleep(0.2)
-    process.kill()
-    raise SystemExit("the server did not start")
+        else:
+            return
+    raise SystemExit(f"nobody answers at {url}")
 
 
 def main() -> None:

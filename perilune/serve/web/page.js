@@ -124,7 +124,7 @@ class View {
 
 /** Text with its ``` blocks set apart. */
 function rich(text) {
-  return text.split(/^```.*\n?/m).map((part, n) => (n % 2 ? el("pre", "", part.replace(/\n$/, "")) : document.createTextNode(part)));
+  return text.split(/\n*^```.*\n?/m).map((part, n) => (n % 2 ? el("pre", "", part) : document.createTextNode(part)));
 }
 
 function pretty(json) {
