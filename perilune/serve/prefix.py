@@ -37,11 +37,8 @@ class Chain:
 
     def common(self, other: "Chain") -> int:
         """Tokens that both begin with, in whole blocks: a hash covers all before it, so the last equal one decides."""
-        equal = bisect.bisect(range(min(len(self.hashes), len(other.hashes))), 0, key=lambda i: self._parts(other, i))
-        return equal * self.block
-
-    def _parts(self, other: "Chain", i: int) -> int:
-        return int(self.hashes[i] != other.hashes[i])
+        both = range(min(len(self.hashes), len(other.hashes)))
+        return self.block * bisect.bisect_left(both, True, key=lambda i: self.hashes[i] != other.hashes[i])
 
     def at(self, tokens: int) -> bytes:
         """The hash of the prefix that ends at this boundary."""

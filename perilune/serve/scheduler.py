@@ -268,9 +268,9 @@ class Scheduler:
     def _hit(self, s: Sequence) -> Hit:
         """What the pool knows of the sequence; at least its last token is left to compute."""
         wants_prompt = s.request.sampling.prompt_logprobs is not None and len(s.heard) < len(s.request.prompt)
+        s.chain.extend(s.tokens, len(s.tokens))
         if not self.options.prefix_cache or wants_prompt:
             return Hit()
-        s.chain.extend(s.tokens, len(s.tokens))
         return self.prefix.match(s.chain, len(s.tokens) - 1)
 
     def _fits(self, s: Sequence, hit: Hit) -> bool:

@@ -52,10 +52,10 @@ class Schedules(RuleBasedStateMachine):
         self.ended: list[Any] = []
         self.count = 0
 
-    def submit(self, ids: tuple[int, ...], n: int, **more: Any) -> None:
+    def submit(self, ids: tuple[int, ...], n: int, heard: int | None = None, **more: Any) -> None:
         self.count += 1
         name = f"r{self.count}"
-        rules = Sampling(temperature=0, max_tokens=n, ignore_eos=True)
+        rules = Sampling(temperature=0, max_tokens=n, ignore_eos=True, prompt_logprobs=heard)
         try:
             self.engine.submit(Request(name, ids, rules, **more))
         except ValueError as error:
@@ -66,10 +66,19 @@ class Schedules(RuleBasedStateMachine):
     @rule(
         prefix=st.sampled_from(range(5)), tail=st.sampled_from(range(5)), n=st.integers(1, LENGTH),
         priority=st.sampled_from(["interactive", "batch"]), salt=st.sampled_from([b"", b"x"]), keep=st.booleans(),
+        heard=st.sampled_from([None, None, 0]),
     )  # fmt: skip
-    def admit(self, prefix: int, tail: int, n: int, priority: str, salt: bytes, keep: bool) -> None:
+    def admit(self, prefix: int, tail: int, n: int, priority: str, salt: bytes, keep: bool, heard: Any) -> None:
         ends = (len(PREFIXES[prefix]),) if prefix else ()
-        self.submit(PREFIXES[prefix] + TAILS[tail], n, priority=priority, salt=salt, checkpoints=ends, keep_state=keep)
+        self.submit(
+            PREFIXES[prefix] + TAILS[tail],
+            n,
+            priority=priority,
+            salt=salt,
+            checkpoints=ends,
+            keep_state=keep,
+            heard=heard,
+        )
 
     @precondition(lambda self: self.engine.busy)
     @rule(n=st.integers(1, 6))
