@@ -69,7 +69,7 @@ def shard_parameters(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the loss is a sum over all ranks' tokens already
             module.set_force_sum_reduction_for_comms(True)
-    _watch_width(root)
+    watch_width(root)
 
 
 def _by_kind(members: dict[nn.Parameter, str], sizes: Sizes) -> dict[Kind, set[nn.Parameter]]:
@@ -104,7 +104,7 @@ def begin_backward(root: nn.Module, zero: int, last: bool) -> None:
             module.set_is_last_backward(last)
 
 
-def _watch_width(root: nn.Module) -> None:
+def watch_width(root: nn.Module) -> None:
     """Assert, whenever a module that owns part of the fp32 set runs, that all it has of it is whole and wide."""
     for module in root.modules():
         if any(is_fp32(name) for name, _ in module.named_parameters(recurse=False)):

@@ -11,7 +11,7 @@ one is computed: no rank ever holds more than two buckets of whole matrices, wha
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,12 +147,12 @@ class ShardedOptimizer:
 
     def __init__(
         self, plans: Sequence[ParamPlan], shapes: Mapping[str, tuple[int, ...]], sizes: Sizes, rank: int,
-        group: dist.ProcessGroup, counted: Mapping[str, bool],
+        group: dist.ProcessGroup, repeats: Callable[[str], bool],
     ) -> None:  # fmt: skip
-        """plans: of the local shards. shapes: of the whole parameters. group: the stage, `rank` within it. counted:
-        False for a parameter that another stage holds too and counts in the gradient norm."""
+        """plans: of the local shards. shapes: of the whole parameters. group: the stage, `rank` within it. repeats:
+        True for a parameter that another stage holds too and counts in the gradient norm."""
         self.plans = sorted(plans, key=lambda p: p.name)
-        self.shapes, self.sizes, self.rank, self.group, self.counted = shapes, sizes, rank, group, counted
+        self.shapes, self.sizes, self.rank, self.group, self.repeats = shapes, sizes, rank, group, repeats
         self.skipped = 0
         self.boxes = {p.name: sizes.boxes(p.name, shapes[p.name]) for p in self.plans}
         self._muon = {p.name: self._hold(p) for p in self.plans if p.kind == "muon"}
@@ -190,7 +190,7 @@ class ShardedOptimizer:
         device = self.plans[0].param.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for name, grad in grads.items():
-            if self.counted.get(name, True) and grad.numel():
+            if not self.repeats(name) and grad.numel():
                 total += torch.linalg.vector_norm(grad).double() ** 2
         dist.all_reduce(total)
         return float(total.sqrt())

@@ -4,6 +4,7 @@ The schedules are torch's (1F1B, interleaved 1F1B with `virtual` stages a rank).
 are AttnRes blocks that the receiving rank has not seen; the stages know which (`stage.py`).
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ class Pipeline:
         self.stages, self.micros, self.mesh = stages, micros, mesh
         self.schedule: Any = None
         if mesh.config.pp > 1:
+            # A block may pass a stage unchanged, through FSDP's hooks a view of itself; nobody writes to blocks.
+            warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view", UserWarning)
             self.schedule = self._schedule(tokens)
 
     def _schedule(self, tokens: int) -> Any:

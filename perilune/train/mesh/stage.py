@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from perilune.config import ModelConfig
 from perilune.model.net import K3, MTP, Layer, _stream_dtype
@@ -45,6 +44,16 @@ class Held:
     value: Tensor | None = None
     gradient: Tensor | None = None
 
+    def keep(self, x: Tensor) -> None:
+        """The block where this rank first has it: x's backward adds what later stages asked, and lets go of it."""
+        self.value = x.detach()
+        if x.requires_grad:
+            x.register_hook(self._return)
+
+    def _return(self, g: Tensor) -> Tensor:
+        self.value = None
+        return g if self.gradient is None else g + self.gradient
+
     def borrow(self) -> Tensor:
         """The block for a later stage; what its backward asks is kept here."""
         assert self.value is not None
@@ -57,21 +66,6 @@ class Held:
         assert leaf.grad is not None
         self.gradient = leaf.grad if self.gradient is None else self.gradient + leaf.grad
         leaf.grad = None
-
-
-class _Lend(torch.autograd.Function):
-    """A block where this rank first has it: its backward adds what later stages asked, and lets go of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, held: Held) -> Tensor:  # type: ignore[override]
-        ctx.held, held.value = held, x.detach()
-        return x.detach()  # not a view of x for autograd, which FSDP's hooks would warn of
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        held, ctx.held.value = ctx.held, None
-        return (g if held.gradient is None else g + held.gradient), None
 
 
 @dataclass
@@ -164,11 +158,10 @@ class Stage(nn.Module):
         return Stream(tuple(blocks), tuple(rms_scale(b, eps) for b in blocks), running)
 
     def _lend(self, x: Tensor, held: list[Held]) -> Tensor:
-        if not self.again:
-            return x
-        held.append(Held())
-        y: Tensor = _Lend.apply(x, held[-1])
-        return y
+        if self.again:
+            held.append(Held())
+            held[-1].keep(x)
+        return x
 
     def _run(self, stream: Stream, micro: Micro, taps: Taps) -> tuple[Stream, dict[int, Routing]]:
         routes: dict[int, Routing] = {}

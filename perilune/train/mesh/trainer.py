@@ -13,51 +13,42 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from perilune.accounting import non_embedding_active
 from perilune.config import ModelConfig
 from perilune.data import Batch, Batches, Prepared, bits_per_byte, held_out_batches
 from perilune.data.batches import NO_TARGET
-from perilune.model.kda import KDA
-from perilune.model.mla import MLA
-from perilune.model.moe import LatentMoE
-from perilune.model.net import K3
-from perilune.model.norm import RMSNorm
 from perilune.model.shards import replace_directory
-from perilune.parallel import Collective
 from perilune.train.checkpoint import Checkpoint, CheckpointError, rng_state, set_rng_state
 from perilune.train.clip import qk_clip
 from perilune.train.loop import Trainer
 from perilune.train.loss import second_target_count
 from perilune.train.machine import pick_device, pick_precision
-from perilune.train.mesh import groups, routed, sequence, tensors
-from perilune.train.mesh.activations import apply_policy
-from perilune.train.mesh.boxes import Box, Sizes, as_matrix, take, whole
+from perilune.train.mesh.boxes import Box
 from perilune.train.mesh.config import MeshConfig
 from perilune.train.mesh.devices import Mesh
+from perilune.train.mesh.model import MeshModel
 from perilune.train.mesh.optimizer import ShardedOptimizer
 from perilune.train.mesh.pipeline import Pipeline
-from perilune.train.mesh.stage import Blocks, Stage, Step
-from perilune.train.mesh.store import (
+from perilune.train.mesh.places import (
     Held,
-    MeshCheckpoints,
     create_weights,
     read_states,
     read_weights,
     weight_places,
     write_boxes,
 )
+from perilune.train.mesh.stage import Blocks, Step
+from perilune.train.mesh.store import MeshCheckpoints
 from perilune.train.mesh.tokens import Micro, cut
 from perilune.train.metrics import MetricsLog, ProgressLine, StepMetrics, measure_peak, mfu, peak_memory
 from perilune.train.metrics import bits_per_byte as bpb
-from perilune.train.optim import plan
 from perilune.train.options import TrainConfig
 from perilune.train.schedule import Schedule
 
@@ -77,94 +68,19 @@ class MeshTrainer(Trainer):
         mesh = mesh.resolve(dist.get_world_size())
         mesh.check(config, options)
         self.mesh = Mesh(mesh, self.device)
-        self.sizes = Sizes(mesh.tp, mesh.ep, mesh.stage)
         self.shared = Step(observe=self._observe_training)
-        self._build(mesh)
+        self.part = part = MeshModel(config, options, self.mesh, self.dtype, self.shared)
+        plans = [replace(p, param=part.locals[p.name]) for p in part.plans if p.name in part.locals]
+        place = (self.mesh.stage_rank, self.mesh.group("stage"))
+        self.optimizer: Any = ShardedOptimizer(plans, part.shapes, part.sizes, *place, part.repeats)
+        tokens = options.rows * options.context // mesh.stage
+        self.pipeline = Pipeline(part.stages, self.mesh, options.accumulate, tokens)
         self.schedule = Schedule(options.lr, options.steps, options.schedule, options.warmup_share, options.floor_share)
-        layers = [layer for stage in self.stages for layer in stage.all_layers()]
-        self.balancer = self._balancer(layers, self.mesh.group("stage"))
+        self.balancer = self._balancer(part.layers, self.mesh.group("stage"))
         self.batches = Batches(data.train, options.context, options.rows, options.seed, self.mesh.dp, mesh.dp)
         self.step = self.position = 0
         self.peak = options.peak_flops or measure_peak(self.device, self.dtype)
         self.active = non_embedding_active(config)
-
-    # --- building ---------------------------------------------------------------------------------------------------
-
-    def _build(self, mesh: MeshConfig) -> None:
-        """The whole model on every rank, the same from one seed; then each keeps its stages and its part of them."""
-        o, c = self.options, self.config
-        torch.manual_seed(o.seed)
-        model = K3(c)
-        model.reset_parameters()
-        self.shapes = {n: tuple(p.shape) for n, p in (*model.named_parameters(), *model.named_buffers())}
-        plans = plan(
-            model.named_parameters(), c, mode=o.optimizer, weight_decay=o.weight_decay, adamw_lr_scale=o.adamw_lr_scale
-        )
-        mine = range(self.mesh.pp, mesh.stages, mesh.pp)
-        self.stages = [Stage(model, s, mesh.stages, mesh.pp, self.shared, self.dtype) for s in mine]
-        del model
-        self._parallelise(mesh)
-        for stage in self.stages:
-            self._shard(stage)
-        self.parameters = {n: p for stage in self.stages for n, p in stage.named_parameters()}
-        self.buffers = {n: b for stage in self.stages for n, b in stage.named_buffers()}
-        self.locals = {n: p.detach().to_local() for n, p in self.parameters.items()}  # type: ignore[attr-defined]
-        local_plans = [replace(p, param=self.locals[p.name]) for p in plans if p.name in self.locals]
-        copies = {"embed_tokens.weight": not (self.mesh.last and mesh.pp > 1)}  # the first stage's one counts
-        self.optimizer: Any = ShardedOptimizer(
-            local_plans, self.shapes, self.sizes, self.mesh.stage_rank, self.mesh.group("stage"), copies
-        )
-        self.twins = twin_group(self.mesh) if mesh.pp > 1 and c.num_nextn_predict_layers else None
-        self.states = self._state_shapes(plans)
-        tokens = o.rows * o.context // (mesh.dp * mesh.cp * mesh.tp)
-        self.pipeline = Pipeline(self.stages, self.mesh, o.accumulate, tokens)
-        self.shared.begin_backward = lambda stage, last: groups.begin_backward(stage, mesh.zero, last)
-
-    def _parallelise(self, mesh: MeshConfig) -> None:
-        """Cut weights by tp and ep, and let modules work on their part; tp wraps cp."""
-        c = self.config
-        if mesh.cp > 1:
-            self.fabric = Collective(self.mesh.group("cp"))
-        exchange = None
-        if mesh.ep > 1:
-            tokens = self.options.rows * self.options.context // mesh.stage
-            exchange = routed.make_exchange(self.mesh, c.num_experts, c.num_experts_per_token, tokens)
-        forced = routed.ForcedRouting() if mesh.forced_routing else None
-        self.shared.enter = (lambda micro: setattr(forced, "first", micro.layout.first)) if forced else lambda _: None
-        for stage in self.stages:
-            cut_parameters(stage, self.sizes, self.mesh.stage_rank)
-            for layer in stage.all_layers():
-                self._parallelise_layer(layer, mesh, exchange, forced)
-            if stage.last and mesh.tp > 1:
-                stage.gather = partial(tensors.gather_slices, group=self.mesh.group("tp"))
-                stage.cross_entropy = partial(tensors.split_cross_entropy, group=self.mesh.group("tp"))
-
-    def _parallelise_layer(self, layer: Any, mesh: MeshConfig, exchange: Any, forced: Any) -> None:
-        attention = layer.self_attn
-        if mesh.cp > 1:
-            sequence.spread_sequence(attention, self.fabric)
-        else:
-            sequence.use_documents(attention)
-        dense = [layer.mlp] if hasattr(layer, "mlp") else []
-        if hasattr(layer, "block_sparse_moe"):
-            moe: LatentMoE = layer.block_sparse_moe
-            dense += [moe.shared_experts] if moe.shared_experts is not None else []
-            if exchange is not None:
-                routed.spread_experts(moe.experts, exchange)
-            if forced is not None:
-                forced.force(moe.gate, layer.layer)
-        if mesh.tp > 1:
-            tensors.use_part(attention, self.config, self.mesh.group("tp"))
-            for module in dense:
-                tensors.gather_around(module, self.mesh.group("tp"))
-        for module, kind in classed(layer):
-            if kind in mesh.activations:
-                apply_policy(module, mesh.activations[kind])
-
-    def _shard(self, stage: Stage) -> None:
-        stage.to(self.device)
-        sublayers = [getattr(layer, n) for layer in stage.all_layers() for n in _SUBLAYERS if hasattr(layer, n)]
-        groups.shard_parameters(stage, sublayers, self.sizes, self.mesh, self.dtype)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -176,10 +92,10 @@ class MeshTrainer(Trainer):
         targets, seconds_ahead, n_bytes = self._counts(batches)
         self._begin(batches, targets, seconds_ahead, look=self.step % o.logit_every == 0)
         self.pipeline.train()
-        self._hand_over_gradients()
+        self.part.take_gradients()
         lr = self.schedule(self.step)
         report = self.optimizer.step(lr, o.grad_clip)
-        self._forget_gradients()
+        self.part.forget_gradients()
         found = self._rebalance(report.skipped)
         top = self._clip_attention(report.skipped)
         nats = self._sum_of_last(self.shared.nats)
@@ -213,20 +129,6 @@ class MeshTrainer(Trainer):
     def _micro(self, batch: Batch) -> Micro:
         m, c = self.mesh, self.mesh.config
         return cut(batch, cp=(m.cp, c.cp), tp=(m.tp, c.tp), dp=m.dp, device=self.device)
-
-    def _hand_over_gradients(self) -> None:
-        for name, p in self.parameters.items():
-            self.locals[name].grad = None if p.grad is None else p.grad.to_local()  # type: ignore[attr-defined]
-        name = "embed_tokens.weight"
-        if self.twins is not None and name in self.locals:  # the first and the last stage hold one parameter
-            if self.locals[name].grad is None:
-                self.locals[name].grad = torch.zeros_like(self.locals[name])
-            dist.all_reduce(self.locals[name].grad, group=self.twins)
-
-    def _forget_gradients(self) -> None:
-        self.optimizer.zero_grad()
-        for p in self.parameters.values():
-            p.grad = None
 
     def _observe_training(self, routes: dict[int, Any]) -> None:
         if torch.is_grad_enabled():
@@ -266,8 +168,8 @@ class MeshTrainer(Trainer):
         names = {"q_b_proj" if c.q_lora_rank is not None else "q_proj": q, "kv_b_proj": kv}
         for name, factor in names.items():
             full = f"{at}{name}.weight"
-            box = self.optimizer.boxes[full][self.mesh.stage_rank]
-            self.locals[full].mul_(factor[box.top : box.bottom])
+            box = self.part.box(full)
+            self.part.locals[full].mul_(factor[box.top : box.bottom])
 
     def _sum_of_last(self, nats: Tensor | None) -> float:
         """Of the ranks that saw the loss, each token once: with words split, tp ranks see the same ones."""
@@ -339,7 +241,7 @@ class MeshTrainer(Trainer):
                     self.save(checkpoints)
             checkpoints.wait()
         self._finish()
-        return self.stages
+        return self.part.stages
 
     def save(self, checkpoints: MeshCheckpoints) -> None:
         """Every rank copies what it holds; files are written while training goes on."""
@@ -352,7 +254,7 @@ class MeshTrainer(Trainer):
             "data": self.data.fingerprint,
         }
         checkpoints.save(
-            self.step, self.config, self.shapes, self.held(), self.states, self.held_state(), trainer,
+            self.step, self.config, self.part.shapes, self.part.held(), self.state_shapes(), self.held_state(), trainer,
             lambda path: self.data.tokenizer().save(path),
         )  # fmt: skip
 
@@ -362,22 +264,10 @@ class MeshTrainer(Trainer):
             return self.balancer.state_dict()
         return {"updates": self.step} if self.config.num_experts else None
 
-    def held(self, *, reading: bool = False) -> Iterator[Held]:
-        """This rank's boxes of parameters and biases; for writing, each box of all ranks once."""
-        twin = self.mesh.last and self.mesh.config.pp > 1
-        for name, value in self.locals.items():
-            box = self.sizes.boxes(name, self.shapes[name])[self.mesh.stage_rank]
-            if reading or not (twin and name == "embed_tokens.weight"):
-                yield Held(name, box, value.view(box.shape))
-        for name, value in self.buffers.items():
-            if reading or self.mesh.stage_rank == 0:
-                yield Held(name, whole(value.shape), as_matrix(value))
-
     def held_state(self, *, reading: bool = False) -> Iterator[Held]:
-        twin = self.mesh.last and self.mesh.config.pp > 1
         for name, (parameter, value) in self.optimizer.state().items():
-            box = self.optimizer.boxes[parameter][self.mesh.stage_rank]
-            if not reading and twin and parameter == "embed_tokens.weight":
+            box = self.part.box(parameter)
+            if not reading and self.part.repeats(parameter):
                 continue
             if value.dim() == 0:
                 if reading or box.top == box.left == 0:
@@ -387,11 +277,11 @@ class MeshTrainer(Trainer):
         if not reading and self.mesh.rank == 0:
             yield Held("skipped", Box(0, 1, 0, 1), torch.tensor([[self.optimizer.skipped]]))
 
-    def _state_shapes(self, plans: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    def state_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Every optimiser state tensor of the whole model, as `Optimizer.state_dict` has them."""
         found: dict[str, tuple[tuple[int, ...], str]] = {"skipped": ((), "I64")}
-        for p in plans:
-            shape = self.shapes[p.name]
+        for p in self.part.plans:
+            shape = self.part.shapes[p.name]
             if p.kind == "muon":
                 found[f"muon.{p.name}"] = (shape, "F32")
             else:
@@ -408,7 +298,7 @@ class MeshTrainer(Trainer):
                 f"{checkpoint.path} was trained on other data or another tokenizer (the sources have changed since); "
                 "restore them, or train into another directory."
             )
-        read_weights(checkpoint.weights, self.config, self.held(reading=True), self.shapes)
+        read_weights(checkpoint.weights, self.config, self.part.held(reading=True), self.part.shapes)
         path = checkpoint.path / "optimizer.safetensors"
         read_states(path, self.held_state(reading=True))
         skipped = Held("skipped", Box(0, 1, 0, 1), torch.zeros(1, 1, dtype=torch.int64))
@@ -424,17 +314,15 @@ class MeshTrainer(Trainer):
         partial = target.with_name("weights.partial")
         if self.mesh.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-            create_weights(partial, self.config, self.shapes)
+            create_weights(partial, self.config, self.part.shapes)
         dist.barrier()
-        write_boxes(partial, [p for file in weight_places(self.config, self.shapes) for p in file], self.held())
+        places = [p for file in weight_places(self.config, self.part.shapes) for p in file]
+        write_boxes(partial, places, self.part.held())
         dist.barrier()
         if self.mesh.rank == 0:
             self.data.tokenizer().save(partial)
             replace_directory(partial, target)
         dist.barrier()
-
-
-_SUBLAYERS = ("self_attn", "mlp", "block_sparse_moe")
 
 
 def local_device(name: str) -> torch.device:
@@ -444,32 +332,6 @@ def local_device(name: str) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     return device
-
-
-def cut_parameters(stage: nn.Module, sizes: Sizes, rank: int) -> None:
-    """Leave each parameter its tp or ep part."""
-    for name, p in stage.named_parameters():
-        axis, part, parts = sizes.cut(name, rank)
-        if parts > 1:
-            p.data = take(p, axis, part, parts)
-    for module in stage.modules():
-        if isinstance(module, nn.Linear):
-            module.out_features, module.in_features = module.weight.shape
-
-
-def classed(layer: Any) -> Iterator[tuple[nn.Module, str]]:
-    """The modules that activation policies are about, inner ones first."""
-    yield from ((m, "norm") for m in (layer.input_layernorm, layer.post_attention_layernorm) if isinstance(m, RMSNorm))
-    if hasattr(layer, "mlp"):
-        yield layer.mlp, "mlp"
-    if hasattr(layer, "block_sparse_moe"):
-        if layer.block_sparse_moe.shared_experts is not None:
-            yield layer.block_sparse_moe.shared_experts, "mlp"
-        yield layer.block_sparse_moe, "moe"
-    if isinstance(layer.self_attn, KDA):
-        yield layer.self_attn, "kda"
-    elif isinstance(layer.self_attn, MLA):
-        yield layer.self_attn, "mla"
 
 
 def padded(batch: Batch | None, size: int) -> Batch:
@@ -485,15 +347,3 @@ def padded(batch: Batch | None, size: int) -> Batch:
         batch, tokens=torch.cat([batch.tokens, tokens]), targets=torch.cat([batch.targets, targets]),
         lengths=(*batch.lengths, rest),
     )  # fmt: skip
-
-
-def twin_group(mesh: Mesh) -> Any:
-    """Of each place in a stage: its rank in the first stage and in the last. None in between."""
-    c = mesh.config
-    mine = None
-    for place in range(c.stage):
-        ranks = [place, place + (c.pp - 1) * c.stage]
-        group = dist.new_group(ranks)
-        if mesh.rank in ranks:
-            mine = group
-    return mine

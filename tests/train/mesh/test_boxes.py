@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 from train.mesh.world import MODEL, OPTIONS
 
 from perilune.config import preset
+from perilune.model.layout import Layout
 from perilune.model.net import K3
 from perilune.recipe import RecipeError, build
 from perilune.train.mesh.boxes import Box, Sizes, as_matrix, matrix
 from perilune.train.mesh.config import MeshConfig
+from perilune.train.mesh.groups import watch_width
 from perilune.train.mesh.optimizer import assign, blocks_of, buckets
 from perilune.train.mesh.stage import closed, cuts
 from perilune.train.optim import plan
@@ -127,3 +129,16 @@ def test_a_mesh_that_cannot_be_is_one_sentence(table: dict, message: str) -> Non
 def test_dp_is_what_the_other_axes_leave() -> None:
     assert MeshConfig(tp=2, pp=2).resolve(8).dp == 2
     assert MeshConfig().resolve(1).dp == 1
+
+
+def test_a_narrowed_fp32_set_is_caught_in_forward() -> None:
+    """What every mesh asserts, seen to fire: a conv, a decay or a norm in bf16 stops the layer that reads it."""
+    for name in ("q_conv1d.weight", "A_log", "dt_bias", "o_norm.weight"):
+        model = K3(MODEL)
+        watch_width(model)
+        tokens, layout = torch.arange(8), Layout.packed([8])
+        model(tokens, layout)
+        p = model.layers[0].self_attn.get_parameter(name)
+        p.data = p.data.bfloat16()
+        with pytest.raises(AssertionError, match=f"KDA.{name} must be fp32"):
+            model(tokens, layout)

@@ -169,14 +169,13 @@ def run_mesh(folder: Path, case: Case) -> Result | None:
     mesh = MeshConfig(**{"forced_routing": True, **case.mesh})
     trainer = MeshTrainer(MODEL.replace(**case.model), replace(OPTIONS, **case.options), data(), folder, {}, mesh)
     grads = watch_gradients(
-        trainer.optimizer, lambda: [(n, p.grad) for n, p in trainer.locals.items() if p.grad is not None]
+        trainer.optimizer, lambda: [(n, p.grad) for n, p in trainer.part.locals.items() if p.grad is not None]
     )
     records = [trainer.train_step() for _ in range(OPTIONS.steps)]
     held_out = trainer.evaluate(600)
-    place = lambda n: trainer.sizes.boxes(n, trainer.shapes[n])[trainer.mesh.stage_rank]  # noqa: E731
-    mine = [(n, place(n), g) for n, g in grads[0].items()]
-    gradients = whole_tensors(mine, trainer.shapes)
-    weights = whole_tensors([(h.name, h.box, h.values) for h in trainer.held(reading=True)], trainer.shapes)
+    mine = [(n, trainer.part.box(n), g) for n, g in grads[0].items()]
+    gradients = whole_tensors(mine, trainer.part.shapes)
+    weights = whole_tensors([(h.name, h.box, h.values) for h in trainer.part.held(reading=True)], trainer.part.shapes)
     if dist.get_rank():
         return None
     losses, norms, loads = zip(*((r.loss, r.grad_norm, r.max_violation) for r in records))
@@ -271,8 +270,8 @@ def _trainer(folder: Path, **mesh: Any) -> MeshTrainer:
 
 
 def _whole_state(trainer: MeshTrainer) -> dict[str, torch.Tensor]:
-    shapes = {n: shape or (1,) for n, (shape, _) in trainer.states.items()} | trainer.shapes
-    mine = [(h.name, h.box, h.values) for h in (*trainer.held(reading=True), *trainer.held_state(reading=True))]
+    shapes = {n: shape or (1,) for n, (shape, _) in trainer.state_shapes().items()} | trainer.part.shapes
+    mine = [(h.name, h.box, h.values) for h in (*trainer.part.held(reading=True), *trainer.held_state(reading=True))]
     return whole_tensors(mine, shapes)
 
 
