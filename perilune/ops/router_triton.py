@@ -74,6 +74,8 @@ def logits(x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
     if x.dtype != torch.bfloat16:
         with torch.autocast(x.device.type, enabled=False):
             return x.float() @ weight.float().T, 1
+    if weight.dtype == torch.bfloat16 and x.device.type == "cuda":
+        return torch.mm(x, weight.T, out_dtype=torch.float32), 1
     high = weight.to(torch.bfloat16)
     middle = (weight - high).to(torch.bfloat16)
     low = (weight - high - middle).to(torch.bfloat16)
