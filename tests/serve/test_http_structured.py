@@ -7,9 +7,11 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from serve.live import Live, serving, toy_model
+from serve.live import Live, serving, toy_model, toy_tokenizer, written
 
+from perilune.chat import read_request
 from perilune.serve.engine import Engine
+from perilune.serve.grammar import Constrain
 from perilune.serve.request import EngineOptions
 
 HI = [{"role": "user", "content": "hi"}]
@@ -78,3 +80,23 @@ def test_a_json_object_and_a_pattern(live: Live) -> None:
         model="toy", prompt="x", max_tokens=20, extra_body={"structured_outputs": {"regex": r"(ab|c)+\d"}}
     )
     assert text.choices[0].text[-1].isdigit() and set(text.choices[0].text[:-1]) <= set("abc")
+
+
+def test_with_tools_and_a_format_the_answer_is_json_or_a_call() -> None:
+    request = read_request({"messages": HI, "tools": TOOLS, "response_format": {"type": "json_object"}})
+    grammar = Constrain(toy_tokenizer()).chat(request, "response")
+    assert grammar is not None
+
+    def allowed(ids: list[int]) -> bool:
+        state = grammar.start()
+        try:
+            for token in ids:
+                state = grammar.advance(state, token)
+        except ValueError:
+            return False
+        return grammar.accepting(state)
+
+    assert allowed(written(None, '{"city": "Paris"}'))
+    assert allowed(written(None, "let me see", {"name": "now", "arguments": {}}))
+    assert not allowed(written(None, "let me see"))
+    assert not allowed(written(None, '{"city": "Paris"', {"name": "gone", "arguments": {}}))

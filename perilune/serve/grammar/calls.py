@@ -104,13 +104,18 @@ def tool_calls(
     tools: OpenAI tool objects. ValueError names the function whose parameters cannot be held to.
     """
     writer = Writer(vocabulary)
+    body = _tools(writer, tools, parallel)
+    body = body if forced else writer.arena.optional(body)
+    return Language(writer.arena, writer.message(channel, writer.free, body), vocabulary)
+
+
+def _tools(writer: Writer, tools: Sequence[Mapping[str, Any]], parallel: bool) -> int:
+    """The tools channel with one call or more."""
     calls = NOTHING
     for index in range(MOST_CALLS if parallel else 1, 0, -1):
         one = writer.arena.either(*(_named_call(writer, tool["function"], index) for tool in tools))
         calls = writer.arena.sequence(one, writer.arena.optional(calls))
-    body = writer.element("tools", calls)
-    body = body if forced else writer.arena.optional(body)
-    return Language(writer.arena, writer.message(channel, writer.free, body), vocabulary)
+    return writer.element("tools", calls)
 
 
 def _named_call(writer: Writer, function: Mapping[str, Any], index: int) -> int:
@@ -120,7 +125,19 @@ def _named_call(writer: Writer, function: Mapping[str, Any], index: int) -> int:
         raise ValueError(f"The tool {function['name']!r} cannot be enforced: {error}") from None
 
 
-def answer(body: Callable[[Arena], int], vocabulary: Vocabulary, *, channel: str | None = "think") -> Language:
-    """A message whose response is of the language that `body` makes, after free reasoning, without calls."""
+def answer(
+    body: Callable[[Arena], int],
+    vocabulary: Vocabulary,
+    *,
+    channel: str | None = "think",
+    tools: Sequence[Mapping[str, Any]] = (),
+    parallel: bool = True,
+) -> Language:
+    """A message whose response is of the language that `body` makes, after free reasoning; or, where `tools` may be
+    called, one that calls them after a free response."""
     writer = Writer(vocabulary)
-    return Language(writer.arena, writer.message(channel, body(writer.arena), EMPTY), vocabulary)
+    message = writer.message(channel, body(writer.arena), EMPTY)
+    if tools:
+        calls = writer.message(channel, writer.free, _tools(writer, tools, parallel))
+        message = writer.arena.either(message, calls)
+    return Language(writer.arena, message, vocabulary)

@@ -35,11 +35,13 @@ class Constrain:
         """For a turn that starts in `channel` (the one its prompt left open)."""
         forced = request.tool_choice in ("required", "named")
         wanted = self._wanted(request, structured)
-        if wanted is not None and not forced:
-            return self._once(
-                ["answer", channel, wanted], lambda: answer(_body(wanted), self.vocabulary, channel=channel)
-            )
         tools = self._tools(request)
+        if wanted is not None and not forced:
+            key = ["answer", channel, parallel, wanted, tools]
+            body = _body(wanted)
+            return self._once(
+                key, lambda: answer(body, self.vocabulary, channel=channel, tools=tools, parallel=parallel)
+            )
         if not forced and not any(tool["function"].get("strict") for tool in tools):
             return None
         key = ["calls", channel, parallel, forced, tools]
