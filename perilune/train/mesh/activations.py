@@ -1,6 +1,6 @@
 """What becomes of the tensors that layers save for their backward (report §5.2.2): policies by tensor class.
 
-    class      kda | mla (attention)   mlp (dense, shared)   moe (router, latent maps, experts)   norm (their inputs)
+    class      kda | mla (attention)   mlp (dense, shared)   moe (router, latent maps, experts)
     policy     keep          as it is
                recompute     only the inputs of that part are kept; it runs again in backward
                fp8           inputs of products [tokens, width]: e4m3 in blocks of 128 values, an fp32 scale each
@@ -9,7 +9,8 @@
 What ops keep for themselves, in more axes, is never rounded: a decay's logarithm off by 6% is another decay.
 Policies join with +, "recompute+fp8+offload": what recomputing keeps is quantised, then moved. They act through hooks
 on saved tensors and wrap functions, so no model code knows of them. Weights are never touched, nor anything small.
-Reads of the AttnRes stream need none: their op saves its sources, which every layer shares, and recomputes the rest.
+Reads of the AttnRes stream and the norms behind them need none: their op saves its sources, which every layer shares,
+and computes the rest again.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-CLASSES = ("kda", "mla", "mlp", "moe", "norm")
+CLASSES = ("kda", "mla", "mlp", "moe")
 WORDS = ("keep", "recompute", "fp8", "offload")
 BLOCK = 128
 _SMALL = 1024  # values; below it a tensor stays

@@ -37,7 +37,7 @@ class MeshConfig:
     fabric: Literal["collective", "symmetric"] = "collective"
     """"symmetric": peers' memory over NVLink; needs CUDA devices of one host that reach each other."""
     activations: dict[str, str] = field(default_factory=dict)
-    """By tensor class (kda, mla, mlp, moe, residual): keep, recompute, fp8, offload, or several joined by +."""
+    """By tensor class (kda, mla, mlp, moe): keep, recompute, fp8, offload, or several joined by +."""
     forced_routing: bool = False
     """Debugging: experts by token position instead of score, so that a tie cannot hide or fake an error."""
     patience: float = 20.0

@@ -17,7 +17,6 @@ from perilune.model.kda import KDA
 from perilune.model.mla import MLA
 from perilune.model.moe import LatentMoE
 from perilune.model.net import K3, Layer
-from perilune.model.norm import RMSNorm
 from perilune.parallel import Collective
 from perilune.train.mesh import groups, routed, sequence, tensors
 from perilune.train.mesh.activations import apply_policy
@@ -156,7 +155,6 @@ def cut_parameters(stage: nn.Module, sizes: Sizes, rank: int) -> None:
 
 def classed(layer: Any) -> Iterator[tuple[nn.Module, str]]:
     """The modules that activation policies are about, inner ones first."""
-    yield from ((m, "norm") for m in (layer.input_layernorm, layer.post_attention_layernorm) if isinstance(m, RMSNorm))
     if hasattr(layer, "mlp"):
         yield layer.mlp, "mlp"
     if hasattr(layer, "block_sparse_moe"):

@@ -121,7 +121,7 @@ def test_hooks_end_with_the_module() -> None:
 
 
 def test_policies_are_checked() -> None:
-    check_policies({"mla": "recompute+fp8+offload", "norm": "keep"})
+    check_policies({"mla": "recompute+fp8+offload", "mlp": "keep"})
     with pytest.raises(ValueError, match="recomputing decays from a rounded input"):
         check_policies({"kda": "recompute+fp8"})
     with pytest.raises(ValueError, match=r"mesh\.activations\.kda: unknown policy 'zip'"):

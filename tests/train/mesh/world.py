@@ -81,7 +81,6 @@ CASES: dict[str, Case] = {
             "mla": "recompute",
             "moe": "recompute",
             "mlp": "offload",
-            "norm": "recompute",
         },
     ),
     "bf16": Case({"dp": 2, "tp": 2, "cp": 2, "ep": 8}, {}, {"precision": "bf16"}, 200.0),
