@@ -100,3 +100,19 @@ def test_with_tools_and_a_format_the_answer_is_json_or_a_call() -> None:
     assert allowed(written(None, "let me see", {"name": "now", "arguments": {}}))
     assert not allowed(written(None, "let me see"))
     assert not allowed(written(None, '{"city": "Paris"', {"name": "gone", "arguments": {}}))
+
+
+def test_an_argument_may_hold_its_own_kind() -> None:
+    """A schema whose root refers to itself, moved under one property, as wrappers of tools do."""
+    node = {"type": "object", "properties": {"name": {"type": "string"}, "child": {"$ref": "#/$defs/node"}}}
+    parameters = {
+        "type": "object", "properties": {"value": {"$ref": "#/$defs/node"}}, "required": ["value"],
+        "$defs": {"node": {**node, "required": ["name"]}},
+    }  # fmt: skip
+    tool = {"type": "function", "function": {"name": "keep", "parameters": parameters}}
+    request = read_request({"messages": HI, "tools": [tool], "tool_choice": "required"})
+    assert Constrain(toy_tokenizer()).chat(request, "response") is not None
+    loop = {**parameters, "$defs": {"node": {"$ref": "#/$defs/node"}}}
+    with pytest.raises(ValueError, match="refers to itself and nothing else"):
+        tool["function"]["parameters"] = loop
+        Constrain(toy_tokenizer()).chat(request, "response")

@@ -85,9 +85,9 @@ class JsonSchema:
         target = self.resolve(pointer)
         if siblings:
             return self.kinds({"allOf": [target, siblings]}, write)
-        if write is not None:
-            return self._guarded(pointer, lambda: self.kinds(target, write))
         kinds = self._guarded(pointer, lambda: dict.fromkeys(self._reachable(target)))
+        if write is not None:  # not within the guard: the target's children may hold it again
+            return self.kinds(target, write)
         name = f"{self._name}{pointer}"
         for kind in kinds:
             if not self.arena.is_defined(f"{name} {kind}"):
