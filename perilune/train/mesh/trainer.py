@@ -25,6 +25,7 @@ from perilune.config import ModelConfig
 from perilune.data import Batch, Batches, Prepared, bits_per_byte, held_out_batches
 from perilune.data.batches import NO_TARGET
 from perilune.model.shards import replace_directory
+from perilune.ops.memory import keep_freed_memory
 from perilune.train.checkpoint import Checkpoint, CheckpointError, rng_state, set_rng_state
 from perilune.train.clip import qk_clip
 from perilune.train.loop import Trainer
@@ -65,6 +66,8 @@ class MeshTrainer(Trainer):
         self.config, self.options, self.data, self.directory, self.recipe = config, options, data, directory, recipe
         self.device = local_device(options.device)
         self.dtype = pick_precision(options.precision, self.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         mesh = mesh.resolve(dist.get_world_size())
         mesh.check(config, options)
         self.mesh = Mesh(mesh, self.device)
