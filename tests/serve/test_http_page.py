@@ -47,6 +47,7 @@ def open_page(browser: Any) -> Iterator[Any]:
     def open_(live: Live, **how: Any) -> Any:
         contexts.append(browser.new_context(**how))
         page = contexts[-1].new_page()
+        page.set_default_timeout(120_000)  # a shared machine may stand still for a minute
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.goto(live.url)
         return page
@@ -110,7 +111,7 @@ def test_stop_frees_the_request_and_an_error_is_told(open_page: Any) -> None:
 
 
 def test_the_engine_beside_it_lives(open_page: Any) -> None:
-    with serving(Scripted(lambda _: [70] * 5000, seconds=0.003)) as live:
+    with serving(Scripted(lambda _: [70] * 150_000, seconds=0.003), context=200_000) as live:
         page = open_page(live, viewport={"width": 1280, "height": 800})
         page.fill("#text", "go on")
         page.click("#send")
