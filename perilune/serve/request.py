@@ -173,7 +173,6 @@ class EngineOptions:
     prefix_cache: bool = True
     offload_bytes: int = 0
     speculate: int = 0
-    cuda_graphs: bool = True
     priorities: tuple[str, ...] = ("interactive", "batch")
 
     def __post_init__(self) -> None:
