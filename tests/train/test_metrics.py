@@ -4,6 +4,7 @@ import io
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,7 @@ def test_tensorboard_has_the_scalars_once_each_after_a_resume(tmp_path: Path) ->
         with MetricsLog(tmp_path, step=first) as log:
             for step in range(first, last):
                 log.write(metrics(step, loss=float(step)))
+        time.sleep(1.1)  # event files are read in the order of their names, which count seconds
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert {"loss", "bpb", "mfu", "max_violation/layer_4", "dead/layer_1"} <= set(board.Tags()["scalars"])

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
 from ops.fused import cases
 
 from perilune.config import preset
