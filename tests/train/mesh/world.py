@@ -294,7 +294,7 @@ def main(rank: int, folder: Path, cases: dict[str, Case], resharding: bool) -> N
         (folder / "resharding.ok").touch()
 
 
-def spawn(folder: Path, names: list[str], limit: float = 600.0) -> dict[str, str]:
+def spawn(folder: Path, names: list[str], limit: float = 1500.0) -> dict[str, str]:
     """Fork the processes from this one, which has imported everything; all end when one fails or time is up."""
     cases = {name: one for name, one in CASES.items() if name in names or not names}
     resharding = "resharding" in names or not names
