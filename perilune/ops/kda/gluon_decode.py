@@ -78,8 +78,9 @@ def unit(x):
 
 @gluon.jit
 def decode_kernel(
-    x, gate, beta, out_gate, o, conv, A_log, dt_bias, norm, state, tail, slots, accepted, past_x, past_gate, past_beta,
-    x_r, x_w, g_r, g_w, g_h, b_r, b_w, b_h, z_r, z_w, z_h, c_c, c_t, s_n, s_h, s_k, s_v, t_n, t_c, t_w, slot_r,
+    x, gate, beta, out_gate, o, conv, A_log, dt_bias, norm, state, tail, slots, accepted, rows,
+    past_x, past_gate, past_beta, x_r, x_w, g_r, g_w, g_h, b_r, b_w, b_h, z_r, z_w, z_h, c_c, c_t,
+    s_n, s_h, s_k, s_v, t_n, t_p, t_h, t_v, t_c, t_w, slot_r, row_r,
     px_n, px_w, pg_n, pg_w, pb_n, pb_w, scale, lower_bound, eps,
     W: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     FLOORED: gl.constexpr, REPLAY: gl.constexpr, KEY_FIRST: gl.constexpr,
@@ -100,19 +101,24 @@ def decode_kernel(
                 gl.store(o + at + e, gl.zeros((V,), o.dtype.element_ty, line))
         return
     replayed = 0
+    kept = slot
     if REPLAY:
         replayed = gl.load(accepted + row)
+        kept = gl.load(rows + row * row_r).to(gl.int64)
     qc = key_head * K + c
     kc = H * K + qc
     x += row * x_r
-    past_x += slot * px_n
+    past_x += kept * px_n
     tail += slot * t_n
+    q_tail = tail + key_head * t_h + c * t_c
+    k_tail = q_tail + t_p
     for j in gl.static_range(GROUP):
         head = key_head * GROUP + j
         vc = 2 * H * K + head * V + e
-        q0, q1, q2 = history(tail + qc * t_c, t_w)
-        k0, k1, k2 = history(tail + kc * t_c, t_w)
-        v0, v1, v2 = history(tail + vc * t_c, t_w)
+        v_tail = tail + 2 * t_p + head * t_v + e * t_c
+        q0, q1, q2 = history(q_tail, t_w)
+        k0, k1, k2 = history(k_tail, t_w)
+        v0, v1, v2 = history(v_tail, t_w)
         kk = gl.expand_dims(gl.arange(0, K, layout=by_key), 1)
         vv = gl.expand_dims(gl.arange(0, V, layout=by_value), 0)
         sp = state + slot * s_n + head * s_h + kk * s_k + vv * s_v
@@ -123,8 +129,8 @@ def decode_kernel(
             w = step - replayed
             if step < replayed:
                 xp = past_x + step * px_w
-                gp = past_gate + slot * pg_n + step * pg_w + head * K
-                bp = past_beta + slot * pb_n + step * pb_w + head
+                gp = past_gate + kept * pg_n + step * pg_w + head * K
+                bp = past_beta + kept * pb_n + step * pb_w + head
             else:
                 xp = x + w * x_w
                 gp = gate + row * g_r + w * g_w + head * g_h
@@ -150,10 +156,10 @@ def decode_kernel(
             v0, v1, v2 = v1, v2, xv
             if w == 0:  # everything up to here is certain
                 gl.store(sp, S)
-                remember(tail + vc * t_c, t_w, v0, v1, v2)
+                remember(v_tail, t_w, v0, v1, v2)
                 if j == GROUP - 1:
-                    remember(tail + qc * t_c, t_w, q0, q1, q2)
-                    remember(tail + kc * t_c, t_w, k0, k1, k2)
+                    remember(q_tail, t_w, q0, q1, q2)
+                    remember(k_tail, t_w, k0, k1, k2)
             if w >= 0:
                 y = gl.convert_layout(out, line)
                 y *= gl.rsqrt(gl.sum(y * y, 0) / V + eps) * gl.load(norm + e).to(gl.float32)
@@ -171,7 +177,7 @@ def decode_kernel(
                 vc = 2 * H * K + head * V + e
                 gl.store(to + vc, gl.load(xp + vc))
                 z = gl.load(gate + row * g_r + w * g_w + head * g_h + c)
-                gl.store(past_gate + slot * pg_n + (w - 1) * pg_w + head * K + c, z)
+                gl.store(past_gate + kept * pg_n + (w - 1) * pg_w + head * K + c, z)
                 gl.store(
-                    past_beta + slot * pb_n + (w - 1) * pb_w + head, gl.load(beta + row * b_r + w * b_w + head * b_h)
+                    past_beta + kept * pb_n + (w - 1) * pb_w + head, gl.load(beta + row * b_r + w * b_w + head * b_h)
                 )

@@ -122,3 +122,11 @@ def test_a_tail_kept_head_by_head_and_drafts_in_rows_of_their_own() -> None:
         outs += [store["state"], store["tail"].flatten(1, -2)]
     for flat, by_head in zip(outs[:4], outs[4:]):
         assert torch.equal(flat, by_head)
+
+
+def test_both_kernels_take_what_the_launcher_gives() -> None:
+    """Arguments go by position, and only one of the two kernels runs without a Hopper."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from perilune.ops.kda import gluon_decode, triton_decode
+
+    assert gluon_decode.decode_kernel.arg_names == [*triton_decode.decode_kernel.arg_names, "KEY_FIRST"]
