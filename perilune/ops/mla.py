@@ -3,19 +3,25 @@
     o_w = Σ_{t ≤ past + w} softmax_t(scale · ⟨q_w, c_t⟩) c_t[:values]
 
 q is already in latent space (q_nope W_UK beside q_rope), so every head reads the same latents c: one read of the pages
-serves all heads. N sequences, W tokens a window, H heads, R width of a latent, P tokens a page, J pages a row.
+serves all heads. On an NVIDIA GPU two kernels (`mla_triton`) read them where they lie.
+N sequences, W tokens a window, H heads, R width of a latent, P tokens a page, J pages a row.
 """
 
 import torch
 from torch import Tensor
 
+from perilune.ops.dispatch import fused, kernels
 
-def mla_decode(q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, *, values: int, scale: float) -> Tensor:
+
+@torch.no_grad()
+def mla_decode(
+    q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, *, values: int, scale: float, impl: str = "auto"
+) -> Tensor:
     """Attention of windows to their sequences' paged pasts and to themselves.
 
     Args:
         q: [N,W,H,R].
-        latents: [pages,P,R], any stride on the first axis; the window's own are already written.
+        latents: [pages,P,R] of q's dtype, any stride on the first axis; the window's own are already written.
         table: [N,J] integers, the pages of each sequence in order; what lies beyond its length must be finite.
         lengths: [N] integers, tokens of each sequence, its window included.
         values: how many of the R are the value, the first ones.
@@ -26,6 +32,9 @@ def mla_decode(q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, *, va
         ValueError: one sentence that names the argument.
     """
     _check(q, latents, table, lengths, values)
+    if fused("mla_decode", impl, q):
+        out: Tensor = kernels("mla_triton").decode(q.contiguous(), latents, table, lengths, values, scale)
+        return out
     N, W, H, _ = q.shape
     context = latents[table].flatten(1, 2)
     scores = (q.flatten(1, 2) @ context.mT).unflatten(1, (W, H))
@@ -40,6 +49,10 @@ def mla_decode(q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, *, va
 def _check(q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, values: int) -> None:
     if q.dim() != 4 or latents.dim() != 3 or q.shape[3] != latents.shape[2]:
         raise ValueError(f"mla_decode: q must be [N,W,H,R], latents [pages,P,R]; got {[*q.shape]}, {[*latents.shape]}.")
+    if latents.stride()[1:] != (q.shape[3], 1) or latents.dtype != q.dtype:
+        raise ValueError(
+            f"mla_decode: a page must lie together and be {q.dtype}, got {latents.stride()} {latents.dtype}."
+        )
     if table.dim() != 2 or table.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
         raise ValueError(f"mla_decode: table must be [{q.shape[0]},J] and lengths [{q.shape[0]}].")
     if not 0 < values <= q.shape[3]:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from perilune.ops import conv_triton, norm_triton
+from perilune.ops import conv_triton, mla_triton, norm_triton
 from perilune.ops.attnres import merge, mix, mix_ahead, mix_reference
 from perilune.ops.conv import short_conv_reference, short_convs
 from perilune.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from perilune.ops.experts import Activation, experts, experts_reference, grouped_mlp, order_rows
+from perilune.ops.mla import mla_decode
 from perilune.ops.mx import pack_mxfp4
 from perilune.ops.norm import (
     gated_rms_norm,
@@ -213,6 +214,29 @@ def packed() -> float:
     broken[int(idx[0, 0]), 0, 0] = 255
     nan = packed_experts(z, idx, p, Packed(gate_up.codes, broken), down, impl="fused").isnan().any(1)
     assert torch.equal(nan, (idx == idx[0, 0]).any(1))
+    return max(found)
+
+
+def mla() -> float:
+    """Windows whose lengths end within, at and after tiles, on pages of any stride; one split and several, in which
+    some find no token; widths that no tile divides; no shared key; a page that nobody owns is NaN."""
+    found = []
+    for heads, width, values, size, window in ((3, 40, 24, 48, 1), (20, 20, 16, 16, 4), (2, 32, 32, 512, 2)):
+        lengths = torch.tensor([window, 65, 16, 513, 140])
+        most = -(-int(lengths.max()) // size)
+        order = torch.randperm(len(lengths) * most, generator=torch.Generator().manual_seed(0))
+        table = order.view(len(lengths), most).to(DEVICE)
+        memory = low(draw(table.numel(), 2 * size, width))
+        latents = memory[:, size:]
+        q = low(draw(len(lengths), window, heads, width, seed=2))
+        want = mla_decode(q.double(), latents.double(), table, lengths.to(DEVICE), values=values, scale=0.3)
+        for n, length in enumerate(lengths.tolist()):
+            for j in range(most):  # what lies beyond a length, in its page or another, must not matter
+                latents[table[n, j], min(size, max(0, length - j * size)) :] = float("nan")
+        for programs in (1, 264):
+            mla_triton._PROGRAMS = programs
+            got = mla_decode(q, latents, table, lengths.to(DEVICE), values=values, scale=0.3, impl="fused")
+            found.append(error(got, want))
     return max(found)
 
 

@@ -20,6 +20,7 @@ from perilune.ops import (
     cross_entropy_triton,
     experts_triton,
     gate_triton,
+    mla_triton,
     norm_triton,
     packed_triton,
     quantile_triton,
@@ -38,10 +39,10 @@ BF16 = [
     "d0", "d1", "d2", "z", "rows", "h", "a", "da", "dh", "dlogits",
 ]  # fmt: skip
 POINTERS = dict.fromkeys(BF16, "*bf16") | dict.fromkeys(FP32, "*fp32") | INTS | FLOATS
-ODD = {"rows", "T", "R", "k", "H", "blocks", "eps"}  # counts of rows divide by nothing
+ODD = {"rows", "T", "R", "k", "H", "blocks", "eps", "M", "W", "table_row"}  # counts of rows divide by nothing
 
 
-def build(name: str, kernel, constants: dict, warps: int = 4, **types: object) -> None:
+def build(name: str, kernel, constants: dict, warps: int = 4, stages: int = 3, **types: object) -> None:
     names = kernel.arg_names
     known = POINTERS | types
     signature = {n: "constexpr" if n in constants else known.get(n, "i32") for n in names}
@@ -52,7 +53,7 @@ def build(name: str, kernel, constants: dict, warps: int = 4, **types: object) -
         elif signature[n][0] == "*" or (signature[n] == "i32" and n not in ODD):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    made = triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    made = triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -144,6 +145,21 @@ def packed() -> None:
         build(f"packed down {width} {inner}", packed_triton.down_kernel, shape, **types)
 
 
+def mla() -> None:
+    types = dict.fromkeys(["q", "latents"], "*bf16") | dict.fromkeys(["part", "stats"], "*fp32")
+    types |= {"table": "*i64", "lengths": "*i64", "scale": "fp32"}
+    for name, heads, window, width, values in (
+        ("mini", 4, 1, 160, 128), ("small", 16, 1, 576, 512), ("kimi", 32, 1, 576, 512), ("kimi", 32, 4, 576, 512),
+    ):  # fmt: skip
+        shape = mla_triton.tiles(heads * window, width, values, 2)
+        warps, stages = shape.pop("num_warps"), shape.pop("num_stages")
+        for count in (1, 16):
+            rule = shape | {"R": width, "VALUES": values, "SPLITS": count}
+            build(f"attend {name} {window} of {count}", mla_triton.attend_kernel, rule, warps, stages, **types)
+        shape = {key: shape[key] for key in ("BT", "BV")} | {"VALUES": values, "SPLITS": 16, "BS": 16}
+        build(f"merge {name}", mla_triton.merge_kernel, shape, **types)
+
+
 def router() -> None:
     for experts, top in ((128, 6), (896, 16)):
         tile = router_triton._tile(experts)
@@ -176,7 +192,7 @@ def muon() -> None:
     build("scale", muon_triton.scale_kernel, {"BLOCK": muon_triton._BLOCK}, 8, **types)
 
 
-ALL = ("situ", "norm", "attnres", "phases", "conv", "moe", "packed", "router", "head", "histogram", "muon")
+ALL = ("situ", "norm", "attnres", "phases", "conv", "moe", "packed", "mla", "router", "head", "histogram", "muon")
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or ALL:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 HERE = Path(__file__).resolve().parent
-NAMES = ("situ", "norm", "attnres", "phases", "conv", "moe", "packed", "router", "head", "histogram", "muon")
+NAMES = ("situ", "norm", "attnres", "phases", "conv", "moe", "packed", "mla", "router", "head", "histogram", "muon")
 
 
 def script(name: str, *arguments: str, interpret: bool) -> str:
