@@ -65,11 +65,10 @@ def runtime(image: Path | None) -> Iterator[Runtime]:
 
 
 def create(rt: Runtime, rows: Rows, times: int) -> None:
-    """From the template: cold, warm, hot."""
+    """From the template: in a new machine, and in a spare that holds the template's guest."""
     template = rt.resolve("base")
-    for name, pool in (("cold", {}), ("warm pool", {"warm": 2}), ("hot pool", {"hot": 2})):
-        if pool:
-            rt.pool.want(template, **pool)
+    for name, spares in (("cold", 0), ("spare", 2)):
+        rt.pool.want(template, spares)
         seen: list[float] = []
 
         def once(seen: list[float] = seen) -> float:
@@ -87,12 +86,12 @@ def create(rt: Runtime, rows: Rows, times: int) -> None:
 
 
 def pause_and_resume(rt: Runtime, rows: Rows, times: int) -> None:
-    """Checkpoint and resume; the warm pool holds machines on the same memory base; a lingering one is its own."""
+    """Checkpoint and resume; a spare holds another guest of the same template; a lingering machine is the box's own."""
     template = rt.resolve("base")
     for name, warm, linger, target in (
-        ("cold spawn", 0, 0, "60"), ("warm pool", 2, 0, "30"), ("it lingered", 0, 60, "30"),
+        ("cold spawn", 0, 0, "60"), ("spare", 2, 0, "30"), ("it lingered", 0, 60, "30"),
     ):  # fmt: skip
-        rt.pool.want(template, warm=warm)
+        rt.pool.want(template, warm)
         rt.lingering.seconds = linger
         with Sandbox.create(runtime=rt) as box:
             seen: list[float] = []
@@ -134,8 +133,8 @@ def checkpoint(rt: Runtime, rows: Rows, times: int) -> None:
 def fork(rt: Runtime, rows: Rows, times: int) -> None:
     """Ten children of a running sandbox, all answering."""
     template = rt.resolve("base")
-    for name, warm, target in (("cold", 0, "500"), ("warm pool", 10, "200")):
-        rt.pool.want(template, warm=warm)
+    for name, warm, target in (("cold", 0, "500"), ("spares", 10, "200")):
+        rt.pool.want(template, warm)
         with Sandbox.create(runtime=rt) as box:
 
             def once(box: Sandbox = box) -> float:

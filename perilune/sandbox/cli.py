@@ -264,7 +264,7 @@ def serve(
     internet: Annotated[bool, typer.Option(help="sandboxes get a network unless they decline")] = False,
     warm: Annotated[int, typer.Option(help="machines to keep ready for what was used last")] = 2,
     linger: Annotated[float, typer.Option(help="seconds a paused machine stays, stopped, for a quick resume")] = 0.0,
-    hot: Annotated[int, typer.Option(help="loaded machines to keep for template `base`")] = 0,
+    hot: Annotated[int, typer.Option(help="machines to keep that hold template `base`")] = 0,
     home: Home = None,
 ) -> None:
     """E2B's HTTP API. Set E2B_API_URL, E2B_SANDBOX_URL and E2B_API_KEY for the SDK."""
@@ -278,7 +278,7 @@ def serve(
         runtime = Runtime(home, warm=warm, linger_s=linger)
         keys = Keys.load(runtime.home)
         if hot:
-            runtime.pool.want(runtime.resolve("base"), hot=hot)
+            runtime.pool.want(runtime.resolve("base"), hot)
         url = f"http://{host}:{port}"
         typer.echo(f"E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY={keys.api_key}")
         run(runtime, host, port, keys, domain, internet)

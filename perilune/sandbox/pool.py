@@ -1,49 +1,47 @@
-"""Machines made ahead of need. Hot: a template's guest, loaded, rehearsed with one command and stopped; warm:
-a QEMU that waits on the right memory base.
+"""Machines made ahead of need. Each holds a snapshot's guest, rehearsed with one command and stopped: ready at once for
+that snapshot (hot), and after an exchange of memory and devices for any other on the same memory base (warm).
 
-`take` gives the best there is; a thread makes up for what was taken.
+`take` gives the best there is; a thread makes up for what was taken. A machine in a jail cannot take a second guest:
+there a spare waits on the base for its first.
 """
 
-import contextlib
+import logging
 import threading
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from perilune.sandbox.errors import SandboxError
-from perilune.sandbox.live import Launcher, Spare
+from perilune.sandbox.launcher import Launcher
+from perilune.sandbox.live import Spare
 from perilune.sandbox.snapshot import Snapshot
 from perilune.sandbox.vmm.driver import Shape
 
 Kind = tuple[str, Shape]
+_log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Want:
-    snapshot: Snapshot
-    hot: int
-    warm: int
+def kind_of(snapshot: Snapshot) -> Kind:
+    """What a machine must have to hold its guest: the memory base and the shape."""
+    return snapshot.base, snapshot.shape
 
 
 @dataclass
 class Pool:
-    """Spares by snapshot (hot) and by memory base and shape (warm). `follow` warm ones are kept on each of the two
-    bases that were used last, unasked."""
+    """Spares by kind. `follow` are kept for each of the two kinds that were used last, unasked."""
 
     launcher: Launcher
     follow: int = 0
-    _recent: list[Kind] = field(default_factory=list)
-    _wants: dict[str, _Want] = field(default_factory=dict)
-    _hot: dict[str, deque[Spare]] = field(default_factory=lambda: defaultdict(deque))
-    _warm: dict[Kind, deque[Spare]] = field(default_factory=lambda: defaultdict(deque))
+    _recent: list[Snapshot] = field(default_factory=list)
+    _wants: dict[str, tuple[Snapshot, int]] = field(default_factory=dict)
+    _spares: dict[Kind, deque[Spare]] = field(default_factory=lambda: defaultdict(deque))
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _closed: bool = False
 
-    def want(self, snapshot: Snapshot, hot: int = 0, warm: int = 0) -> None:
-        """From now on keep so many spares for what is made from `snapshot`."""
+    def want(self, snapshot: Snapshot, count: int) -> None:
+        """From now on keep so many spares that hold `snapshot`'s guest."""
         with self._changed:
-            self._wants[snapshot.id] = _Want(snapshot, hot, warm)
+            self._wants[snapshot.id] = (snapshot, count)
             self._begin()
 
     def _begin(self) -> None:
@@ -53,123 +51,126 @@ class Pool:
         self._changed.notify_all()
 
     def take(self, snapshot: Snapshot) -> Spare:
-        """A machine that holds `snapshot`'s guest, stopped: hot, else warm, else cold."""
+        """A machine that holds `snapshot`'s guest, stopped."""
         with self._changed:
-            spare = self._pop(self._hot[snapshot.id])
-            waiting = None if spare else self._pop(self._warm[snapshot.base, snapshot.shape])
-            leaving = self._remember((snapshot.base, snapshot.shape)) if self.follow else []
+            spare = self._pop(snapshot)
+            leaving = self._remember(snapshot) if self.follow else []
             self._begin()
         for old in leaving:
             old.discard()
-        if spare:
+        if spare and spare.snapshot == snapshot.id:
             return spare
-        base = self.launcher.store.memory / snapshot.base
-        return self.launcher.load(waiting or self.launcher.spawn(base, snapshot.shape), snapshot)
+        if spare:
+            try:
+                return self.launcher.load(spare, snapshot)
+            except (SandboxError, OSError) as error:  # a new one says whether the snapshot is at fault
+                _log.warning("a spare could not take a second guest: %s", error)
+        return self.launcher.load(self._spawn(snapshot), snapshot)
 
-    def _remember(self, kind: Kind) -> list[Spare]:
-        """`kind` was used just now; returns the spares of the one that nobody uses any more."""
-        self._recent = [kind, *(k for k in self._recent if k != kind)]
-        for old in self._recent[2:]:
-            self._recent.remove(old)
-            if not any((w.snapshot.base, w.snapshot.shape) == old for w in self._wants.values()):
-                return list(self._warm.pop(old, ()))
-        return []
+    def _spawn(self, snapshot: Snapshot) -> Spare:
+        return self.launcher.spawn(self.launcher.store.memory / snapshot.base, snapshot.shape)
 
-    @staticmethod
-    def _pop(spares: deque[Spare]) -> Spare | None:
-        while spares:
-            spare = spares.popleft()
+    def _pop(self, snapshot: Snapshot) -> Spare | None:
+        spares = self._spares[kind_of(snapshot)]
+        for spare in sorted(spares, key=lambda s: s.snapshot != snapshot.id):
+            spares.remove(spare)
             if spare.machine.state != "gone":
                 return spare
             spare.discard()
         return None
+
+    def _remember(self, snapshot: Snapshot) -> list[Spare]:
+        """It was used just now; returns the spares of the kind that nobody uses any more. An older snapshot of the same
+        kind stays the one that spares are made from: a fork's or a pause's is soon gone."""
+        kind = kind_of(snapshot)
+        known = [s for s in self._recent if kind_of(s) == kind and self._exists(s)]
+        self._recent = [*(known or [snapshot]), *(s for s in self._recent if kind_of(s) != kind)]
+        gone, self._recent = self._recent[2:], self._recent[:2]
+        return [spare for old in gone for spare in self._unneeded(kind_of(old))]
+
+    def _unneeded(self, kind: Kind) -> list[Spare]:
+        wanted = {kind_of(snapshot) for snapshot, _ in self._wants.values()}
+        return [] if kind in wanted else list(self._spares.pop(kind, ()))
 
     def ready(self, timeout_s: float = 60.0) -> bool:
         """Wait until every want is met."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next() is None, timeout_s)
 
-    def _next(self) -> tuple[Kind, Snapshot | None] | None:
-        """What to make: a kind, and for a hot one its snapshot."""
-        short: dict[Kind, int] = {}
-        for want in self._wants.values():
-            kind = (want.snapshot.base, want.snapshot.shape)
-            if len(self._hot[want.snapshot.id]) < want.hot:
-                return kind, want.snapshot
-            short[kind] = max(want.warm, short.get(kind, 0))
-        for kind in self._recent:
-            if (self.launcher.store.memory / kind[0]).exists():
-                short[kind] = max(self.follow, short.get(kind, 0))
-        return next(((kind, None) for kind, count in short.items() if len(self._warm[kind]) < count), None)
+    def _next(self) -> Snapshot | None:
+        """For what to make a spare."""
+        for snapshot, count in self._wants.values():
+            held = [s for s in self._spares[kind_of(snapshot)] if s.snapshot in ("", snapshot.id)]
+            if len(held) < count:
+                return snapshot
+        for snapshot in self._recent:
+            if len(self._spares[kind_of(snapshot)]) < self.follow and self._exists(snapshot):
+                return snapshot
+        return None
+
+    def _exists(self, snapshot: Snapshot) -> bool:
+        store = self.launcher.store
+        return store.path(snapshot.id).is_dir() and (store.memory / snapshot.base).exists()
 
     def _fill(self) -> None:
         while not self._closed:
             with self._changed:
-                todo = self._next()
-                if todo is None:
+                snapshot = self._next()
+                if snapshot is None:
                     self._changed.notify_all()
                     self._changed.wait(5.0)
                     continue
             try:
-                self._make(*todo)
+                self._make(snapshot)
             except (SandboxError, OSError):  # no room or no QEMU: the caller who needs a machine hears of it
                 with self._changed:
                     self._changed.wait(1.0)
 
-    def _make(self, kind: Kind, snapshot: Snapshot | None) -> None:
-        spare = self.launcher.spawn(self.launcher.store.memory / kind[0], kind[1])
-        if snapshot:
-            self.launcher.rehearse(self.launcher.load(spare, snapshot))
-        else:
+    def _make(self, snapshot: Snapshot) -> None:
+        spare = self._spawn(snapshot)
+        if self.launcher.qemu.jail:
             _ = spare.machine.qmp  # connected, so that whoever takes it need not wait
             spare.group.added()
+        else:
+            self.launcher.rehearse(self.launcher.load(spare, snapshot))
         with self._changed:
-            if not self._closed and (snapshot is None or snapshot.id in self._wants):
-                (self._hot[snapshot.id] if snapshot else self._warm[kind]).append(spare)
+            if not self._closed and kind_of(snapshot) in map(kind_of, self._sought()):
+                self._spares[kind_of(snapshot)].append(spare)
                 return
         spare.discard()
+
+    def _sought(self) -> list[Snapshot]:
+        return [*self._recent, *(snapshot for snapshot, _ in self._wants.values())]
 
     def drop(self, snapshot: str) -> None:
         """The snapshot goes: so do its spares."""
         with self._changed:
-            want = self._wants.pop(snapshot, None)
-            spares = list(self._hot.pop(snapshot, ()))
-            if want:
-                spares += self._warm.pop((want.snapshot.base, want.snapshot.shape), ())
+            wanted, _ = self._wants.pop(snapshot, (None, 0))
+            recent = [s for s in self._recent if s.id == snapshot]
+            self._recent = [s for s in self._recent if s.id != snapshot]
+            spares = [s for one in {kind_of(s) for s in (wanted, *recent) if s} for s in self._unneeded(one)]
         for spare in spares:
             spare.discard()
 
     def forget(self) -> None:
-        """End the warm spares that were made unasked."""
-        with self._changed:
-            wanted = {(w.snapshot.base, w.snapshot.shape) for w in self._wants.values()}
-            spares = [s for kind in self._recent if kind not in wanted for s in self._warm.pop(kind, ())]
-            self._recent = []
-        for spare in spares:
-            spare.discard()
+        """End the spares that were made unasked."""
+        for snapshot in list(self._recent):
+            self.drop(snapshot.id)
 
-    def bases(self) -> set[Path]:
-        """Memory bases and layers that spares hold."""
+    def held(self) -> list[tuple[str, str]]:
+        """(memory base, disk layer) of every spare."""
         with self._changed:
-            spares = [s for group in (*self._hot.values(), *self._warm.values()) for s in group]
-        return {s.base for s in spares} | {s.top for s in spares if s.top}
-
-    def folders(self) -> set[str]:
-        """Machine folders of spares."""
-        with self._changed:
-            spares = [s for group in (*self._hot.values(), *self._warm.values()) for s in group]
-        return {s.machine.agent_socket.parent.name for s in spares}
+            return [(s.base.name, s.top.name if s.top else "") for group in self._spares.values() for s in group]
 
     def close(self) -> None:
         """End every spare."""
         with self._changed:
             self._closed = True
+            self._wants, self._recent = {}, []
+            spares = [s for group in self._spares.values() for s in group]
+            self._spares.clear()
             self._changed.notify_all()
+        for spare in spares:
+            spare.discard()
         if self._thread:
             self._thread.join(10.0)
-        for snapshot in list(self._wants):
-            self.drop(snapshot)
-        with contextlib.suppress(KeyError):
-            for spares in (*self._hot.values(), *self._warm.values()):
-                for spare in spares:
-                    spare.discard()

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from perilune.sandbox import disk, memory
+from perilune.sandbox import diff as diffs
+from perilune.sandbox import disk
+from perilune.sandbox.diff import NOTHING, Diff, Stored
 from perilune.sandbox.errors import NotFound, SnapshotCorrupt, SnapshotIncompatible
 from perilune.sandbox.files import sync, temporary
-from perilune.sandbox.memory import Diff, Stored
 from perilune.sandbox.vmm.driver import Platform, Shape
 
 
@@ -141,6 +142,16 @@ class Store:
         (parts / "manifest.json").write_bytes(dump(snapshot))
         parts.rename(self.path(snapshot.id))
 
+    def link(self, identity: str, name: str) -> Snapshot:
+        """A second name for a snapshot: its files are immutable, so they are shared."""
+        made, parts = replace(self.read(identity), id=name), self.snapshots / f".{name}.tmp"
+        parts.mkdir()
+        for file in self.path(identity).iterdir():
+            if file.name != "manifest.json":
+                os.link(file, parts / file.name)
+        self.commit(made, parts)
+        return made
+
     def amend(self, snapshot: Snapshot) -> None:
         """Replace a manifest (after flattening)."""
         with temporary(self.path(snapshot.id) / "manifest.json") as temp:
@@ -174,17 +185,16 @@ class Store:
         if not base.exists() or base.stat().st_size != snapshot.shape.memory_mb << 20:
             raise SnapshotCorrupt(f"snapshot {snapshot.id}: memory base {snapshot.base} is missing or has another size")
 
-    def open_memory(self, snapshot: Snapshot) -> Stored | None:
-        """The verified memory diff, or None when the base alone is the memory."""
-        return memory.read(self.path(snapshot.id) / "memory", snapshot.diff) if snapshot.diff else None
+    def open_memory(self, snapshot: Snapshot) -> Stored:
+        """The verified memory diff; empty when the base alone is the memory."""
+        return diffs.read(self.path(snapshot.id) / "memory", snapshot.diff) if snapshot.diff else NOTHING
 
     def flatten_memory(self, snapshot: Snapshot) -> Snapshot:
         """Make the diff part of a base of its own, which siblings can share."""
-        stored = self.open_memory(snapshot)
-        if stored is None:
+        if snapshot.diff is None:
             return snapshot
-        name = f"{snapshot.id}.base"
-        memory.flatten(self.memory / snapshot.base, stored, self.memory / name)
+        stored, name = self.open_memory(snapshot), f"{snapshot.id}.base"
+        diffs.flatten(self.memory / snapshot.base, stored, self.memory / name)
         flat = replace(snapshot, base=name, diff=None)
         self.amend(flat)
         (self.path(snapshot.id) / "memory").unlink(missing_ok=True)

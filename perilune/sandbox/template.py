@@ -7,6 +7,7 @@ from pathlib import Path
 
 from perilune.sandbox.catalogue import Record
 from perilune.sandbox.files import sha256, temporary
+from perilune.sandbox.launcher import exercise
 from perilune.sandbox.request import new_id, new_name
 from perilune.sandbox.runtime import Runtime
 from perilune.sandbox.snapshot import Defaults, Snapshot
@@ -35,17 +36,18 @@ def boot(runtime: Runtime, root: Path, name: str, shape: Shape, defaults: Defaul
     shape = replace(shape, disk_mb=base.stat().st_size >> 20)
     record = Record(new_id(), name, shape=shape, env=dict(defaults.env), user=defaults.user, workdir=defaults.workdir)
     with runtime.starting(record):
-        runtime.started(runtime.launcher.boot(runtime.launcher.overlay(base), record))
+        live = runtime.launcher.boot(base, record)
+        runtime.started(live)
+    exercise(live.agent)  # what every first command needs is in memory then, and all copies share it
     return record
 
 
 def publish(runtime: Runtime, identity: str, names: list[str], start: str = "") -> Snapshot:
     """End a sandbox and keep it as a template under `names`; its memory becomes a base that all copies share."""
     with runtime.lock(identity):
-        live = runtime.awake(identity)
-        r = live.record
-        defaults = Defaults(r.user, r.workdir, dict(r.env), start)
-        made = runtime.launcher.make_template(live, new_name("t"), defaults)
+        made = runtime.camera.capture(runtime.awake(identity), "full", new_name("t"), goes_on=False)
+        made = replace(made, defaults=replace(made.defaults, start=start))
+        made = runtime.store.flatten_memory(made)
         runtime.store.make_durable(made)
         runtime.catalogue.keep(made.id, "template", "", names)
         runtime.kill(identity)

@@ -91,7 +91,8 @@ class Upkeep:
         records, old = self.catalogue.all(), time.time() - grace_s
         kept = {identity for identity, *_ in self.catalogue.kept()} | {r.snapshot for r in records}
         gone = [p for p in self.store.snapshots.iterdir() if p.name not in kept and _older(p, old)]
-        needed = {path.name for path in self.pool.bases()}.union(*({r.base} | self._chain(r.top) for r in records))
+        held = self.pool.held() + [(r.base, r.top) for r in records]
+        needed: set[str] = set().union(*({base} | self._chain(top) for base, top in held))
         needed = needed.union(*(self._needs(i) for i in set(self.store.ids()) - {path.name for path in gone}))
         for folder in (self.store.layers, self.store.memory):
             spare = (p for p in folder.iterdir() if p.name not in needed and not p.name.startswith("zero-"))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.sandbox import memory
+from perilune.sandbox import diff, memory
 from perilune.sandbox.errors import SnapshotCorrupt, VmmDied
 from perilune.sandbox.memory import PAGE
 
@@ -41,15 +41,15 @@ def test_saved_and_restored_memory_is_the_same(
     _ = ram[0 : PAGES * PAGE : PAGE]  # reading makes no page the guest's own
     runs = memory._pagemap(where) if old_kernel else memory.diverged(where)
     assert {page for start, count in runs.tolist() for page in range(start, start + count)} == written
-    saved = memory.save(where, runs, folder / "diff")
+    saved = diff.save(where, runs, folder / "diff")
     before = bytes(ram)
     ram.close()
     twin, there = _guest(base)
-    stored = memory.read(folder / "diff", saved)
-    memory.restore(there, stored)
+    stored = diff.read(folder / "diff", saved)
+    memory.fill(there, stored.runs, stored.address)
     assert bytes(twin) == before
     twin.close()
-    memory.flatten(base, stored, folder / "flat")
+    diff.flatten(base, stored, folder / "flat")
     assert (folder / "flat").read_bytes() == before
     assert base.read_bytes() == np.random.default_rng(0).bytes(PAGES * PAGE)
 
@@ -59,8 +59,8 @@ def test_large_runs_cross_batches(tmp_path: Path) -> None:
     memory.empty(base, 40 << 20)
     ram, where = _guest(base)
     ram[: 30 << 20] = os.urandom(1 << 20) * 30
-    saved = memory.save(where, memory.diverged(where), tmp_path / "diff")
-    assert memory.read(tmp_path / "diff", saved).raw[-(30 << 20) :].tobytes() == ram[: 30 << 20]
+    saved = diff.save(where, memory.diverged(where), tmp_path / "diff")
+    assert diff.read(tmp_path / "diff", saved).raw[-(30 << 20) :].tobytes() == ram[: 30 << 20]
     ram.close()
 
 
@@ -69,8 +69,8 @@ def test_zero_pages_become_holes_again(tmp_path: Path) -> None:
     base.write_bytes(b"x" * (64 * PAGE))
     ram, where = _guest(base)
     ram[: 32 * PAGE] = bytes(32 * PAGE)
-    saved = memory.save(where, memory.diverged(where), tmp_path / "diff")
-    memory.flatten(base, memory.read(tmp_path / "diff", saved), tmp_path / "flat")
+    saved = diff.save(where, memory.diverged(where), tmp_path / "diff")
+    diff.flatten(base, diff.read(tmp_path / "diff", saved), tmp_path / "flat")
     assert (tmp_path / "flat").read_bytes() == bytes(ram)
     assert (tmp_path / "flat").stat().st_blocks * 512 <= 33 * PAGE
     ram.close()
@@ -81,7 +81,7 @@ def test_any_damage_is_refused(tmp_path: Path, damage: str) -> None:
     base = _base(tmp_path)
     ram, where = _guest(base)
     ram[PAGE : PAGE + 4] = b"okay"
-    saved = memory.save(where, memory.diverged(where), tmp_path / "diff")
+    saved = diff.save(where, memory.diverged(where), tmp_path / "diff")
     ram.close()
     raw = bytearray((tmp_path / "diff").read_bytes())
     if damage == "short":
@@ -94,9 +94,32 @@ def test_any_damage_is_refused(tmp_path: Path, damage: str) -> None:
         raw[16] ^= 1
     (tmp_path / "diff").write_bytes(raw)
     with pytest.raises(SnapshotCorrupt):
-        memory.read(tmp_path / "diff", saved)
+        diff.read(tmp_path / "diff", saved)
 
 
 def test_a_process_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(VmmDied):
         memory.mapping(2**22 - 1, tmp_path / "nothing")
+
+
+@given(st.sets(st.integers(0, PAGES - 1)), st.sets(st.integers(0, PAGES - 1)))
+@settings(max_examples=25, deadline=None)
+def test_a_process_that_held_one_guest_is_made_to_hold_another(
+    tmp_path_factory: pytest.TempPathFactory, first: set[int], second: set[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("memory")
+    base = _base(folder)
+    ram, where = _guest(base)
+    for page in second:
+        ram[page * PAGE : page * PAGE + 6] = b"second"
+    saved = diff.save(where, memory.diverged(where), folder / "diff")
+    wanted = bytes(ram)
+    ram.close()
+    ram, where = _guest(base)
+    for page in first:
+        ram[page * PAGE : page * PAGE + 5] = b"first"
+    stored = diff.read(folder / "diff", saved)
+    changed = memory.exchange(where, base, stored.runs, stored.address)
+    assert bytes(ram) == wanted
+    assert {page for start, count in changed.tolist() for page in range(start, start + count)} == first | second
+    ram.close()

@@ -75,8 +75,9 @@ class Machine(Protocol):
     def attach_network(self, tap: int) -> None:
         """Plug the descriptor of a tap device into the guest's network card."""
 
-    def load(self, state: Path) -> None:
-        """Take a device state; guest memory must already hold what it had when the state was saved."""
+    def load(self, state: Path, changed: bytes | None = None) -> None:
+        """Take a device state; guest memory must already hold what it had when the state was saved. A machine that
+        held another guest before is told which pages are not what they were: runs of {u64 first, u64 count}."""
 
     def save(self, state: Path) -> None:
         """Write the device state (not the memory) of a stopped guest."""

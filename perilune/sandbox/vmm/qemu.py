@@ -158,11 +158,13 @@ class QemuMachine:
 
     def attach_disk(self, path: Path) -> None:
         """Open a qcow2 image (and what it stands on) behind the guest's disk."""
-        node = f"top{time.monotonic_ns()}"
+        node, before = f"top{time.monotonic_ns()}", self._node
         with self._failures():
             self.qmp.send("blockdev-add", {**self._qcow2(node, path), **self._below(path)})
             disk = {"driver": "throttle", "node-name": "disk", "throttle-group": "io", "file": node}
             self.qmp("blockdev-reopen", options=[disk])
+            if before != "empty":
+                self.qmp.send("blockdev-del", {"node-name": before})
         self._node = node
 
     def _name(self, path: Path, *modes: int) -> str:
@@ -205,13 +207,25 @@ class QemuMachine:
             self.qmp("netdev_add", type="tap", id="tap", fd="tap")
             self.qmp("netdev_add", type="hubport", id="wire", hubid=0, netdev="tap")
 
-    def load(self, state: Path) -> None:
+    def load(self, state: Path, changed: bytes | None = None) -> None:
         """Device state in; afterwards STOPPED. SnapshotIncompatible when QEMU rejects it."""
         with self._failures(), state.open("rb") as file:
+            if changed is not None:
+                self._load_again(state, changed)
+                return
             self.qmp.send("getfd", {"fdname": "state"}, file.fileno())
             self.qmp("migrate-incoming", uri="fd:state")
             self._await_load()
         self._state = State.STOPPED
+
+    def _load_again(self, state: Path, changed: bytes) -> None:
+        """`migrate-incoming` works once. This one works again; what it is read as tells preload.c to keep the
+        translations of all pages but the changed ones."""
+        (self._folder / "changed").write_bytes(changed)
+        again = self._folder / "again"
+        again.unlink(missing_ok=True)
+        again.symlink_to(state)
+        self.qmp("xen-load-devices-state", filename=str(again))
 
     def _await_load(self) -> None:
         until = time.monotonic() + 60

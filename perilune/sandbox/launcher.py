@@ -1,0 +1,185 @@
+"""How a guest starts: from a snapshot in a new machine, from a snapshot in a machine that has run a sibling, or by its
+kernel's first instruction."""
+
+import contextlib
+import os
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from perilune.sandbox import memory, setup
+from perilune.sandbox.agent import wire
+from perilune.sandbox.agent.client import Agent
+from perilune.sandbox.agent.stream import Inbox
+from perilune.sandbox.agent.wire import Command, Op, Type
+from perilune.sandbox.catalogue import Record
+from perilune.sandbox.diff import Stored
+from perilune.sandbox.errors import GuestError, SnapshotCorrupt
+from perilune.sandbox.files import remove
+from perilune.sandbox.limits import Group
+from perilune.sandbox.live import Live, Spare, new_layer
+from perilune.sandbox.network import Slot
+from perilune.sandbox.snapshot import Snapshot, Store
+from perilune.sandbox.vmm.child import started_at
+from perilune.sandbox.vmm.driver import Plan, Shape
+from perilune.sandbox.vmm.qemu import Qemu, QemuMachine
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Starts machines. Thread-safe."""
+
+    store: Store
+    guest: setup.Guest
+    qemu: Qemu
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16, "perilune-load"))
+
+    def spawn(self, base: Path, shape: Shape, boot: bool = False, overhead_mb: int = 160) -> Spare:
+        """A QEMU on `base`; with `boot`, one that will start the guest kernel."""
+        if not base.exists():  # QEMU would make an empty one
+            raise SnapshotCorrupt(f"memory base {base.name} is missing")
+        folder = self.store.run / secrets.token_hex(8)
+        kernel = (self.guest.kernel, self.guest.initrd, self.guest.append) if boot else (None, None, "")
+        machine = self.qemu.spawn(Plan(shape, base, folder, *kernel))
+        (folder / "owner").write_text(f"{os.getpid()} {started_at(os.getpid())}")
+        group = Group(folder.name, shape.vcpus, shape.memory_mb + overhead_mb)
+        group.add_soon(machine.pid)
+        return Spare(machine, base, shape, group)
+
+    # ---- from a snapshot ----
+
+    def load(self, spare: Spare, snapshot: Snapshot) -> Spare:
+        """Disk, memory, devices: afterwards the spare holds the snapshot's guest, stopped."""
+        try:
+            fill = self._exchange if spare.snapshot else self._fill
+            before, spare.top = spare.top, new_layer(self.store, self.store.layers / snapshot.top)
+            stored = self.store.open_memory(snapshot)  # checked while QEMU starts
+            _ = spare.machine.qmp  # it has started, and so mapped its memory
+            filling = self.threads.submit(fill, spare, stored)
+            spare.machine.attach_disk(spare.top)
+            changed = filling.result()
+            spare.machine.load(self.store.path(snapshot.id) / "state", changed)
+            spare.snapshot = snapshot.id
+            spare.group.added()
+            if before:
+                remove(before)
+            return spare
+        except BaseException:
+            spare.discard()
+            raise
+
+    @staticmethod
+    def _fill(spare: Spare, stored: Stored) -> None:
+        memory.fill(memory.mapping(spare.machine.pid, spare.base), stored.runs, stored.address)
+
+    @staticmethod
+    def _exchange(spare: Spare, stored: Stored) -> bytes:
+        where = memory.mapping(spare.machine.pid, spare.base)
+        return memory.exchange(where, spare.base, stored.runs, stored.address).tobytes()
+
+    def rehearse(self, spare: Spare) -> None:
+        """Let a loaded guest run one command and stop it again. TCG has then translated what every resume and every
+        command runs, for this guest and all that share its base; under KVM the pages are there."""
+        agent = Agent(spare.machine.verdict)
+        try:
+            agent.attach(spare.machine.agent_socket, spare.machine.pid)
+            agent.start()
+            spare.machine.run()
+            agent.identify(wire.identity(time.time_ns(), os.urandom(64), 0, "spare", "", {}))
+            exercise(agent)
+            agent.quiesce()
+            spare.machine.stop()
+            agent.close()
+        except BaseException:
+            spare.discard()
+            agent.close()
+            raise
+
+    def wake(self, spare: Spare, record: Record, agent: Agent | None) -> Live:
+        """Let a loaded guest run as `record`; streams of a kept `agent` go on."""
+        live = self._live(spare, record, agent)
+        try:
+            network = live.plug(self.store.home)
+            live.agent.attach(spare.machine.agent_socket, spare.machine.pid)
+            live.agent.start()
+            spare.machine.run()
+            live.identify(network)
+            if agent is None:
+                live.agent.inventory()
+            return live
+        except BaseException:
+            live.end()
+            remove(live.top)
+            raise
+
+    def go_on(self, live: Live) -> None:
+        """A machine that was stopped by a pause runs again, on a new disk layer: the pause keeps the one it had."""
+        live.seal(self.store)
+        live.agent.unhold()
+        live.machine.run()
+        live.identify()
+
+    # ---- otherwise ----
+
+    def boot(self, below: Path, record: Record) -> Live:
+        """Start the guest's kernel on a disk layer of its own above `below`."""
+        base = self.store.memory / f"zero-{record.shape.memory_mb}.base"
+        memory.empty(base, record.shape.memory_mb << 20)
+        top = new_layer(self.store, below)
+        spare = self.spawn(base, record.shape, boot=True)
+        spare.top = top
+        live = self._live(spare, record, None)
+        try:
+            spare.machine.attach_disk(top)
+            network = live.plug(self.store.home)
+            live.agent.attach(spare.machine.agent_socket, spare.machine.pid)
+            spare.group.added()
+            spare.machine.run()
+            live.agent.hello()
+            live.identify(network)
+            return live
+        except BaseException:
+            live.end()
+            raise
+
+    def _live(self, spare: Spare, record: Record, agent: Agent | None) -> Live:
+        assert spare.top is not None
+        agent = agent or Agent()
+        agent.verdict = spare.machine.verdict
+        record.folder, record.base, record.top = spare.machine.agent_socket.parent.name, spare.base.name, spare.top.name
+        if record.rates.bytes_per_second or record.rates.operations_per_second:
+            spare.machine.set_rates(record.rates.bytes_per_second, record.rates.operations_per_second)
+        return Live(record, spare.machine, agent, spare.base, spare.top, spare.group)
+
+    def adopt(self, record: Record) -> Live:
+        """Take over the running machine of a process that is gone."""
+        folder = self.store.run / record.folder
+        machine = QemuMachine.adopt(record.pid, folder)
+        agent = Agent(machine.verdict)
+        top, base = self.store.layers / record.top, self.store.memory / record.base
+        if not top.exists():
+            raise SnapshotCorrupt(f"sandbox {record.id}: disk layer {record.top} is missing")
+        live = Live(record, machine, agent, base, top, Group(folder.name))
+        agent.attach(machine.agent_socket, machine.pid)
+        if machine.state == "stopped":
+            machine.run()
+        if record.slot >= 0:
+            live.slot = Slot(record.slot, str(self.store.home), record.network)
+            live.slot.serve()
+        agent.hello(10.0)
+        live.identify()
+        with contextlib.suppress(GuestError):  # it refuses unless a checkpoint of the disk was cut short
+            agent.call(Op.THAW, "root")
+        agent.inventory()
+        return live
+
+
+def exercise(agent: Agent) -> None:
+    """One command, whatever comes of it (an image may lack it)."""
+    inbox = Inbox()
+    agent.execute(Command(("/bin/true",)), inbox)
+    with contextlib.suppress(GuestError):
+        while inbox.get(30.0).type is not Type.EXITED:
+            pass

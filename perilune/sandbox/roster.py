@@ -1,0 +1,124 @@
+"""What exists and who drives it: records, running machines, locks; machines that died and machines to adopt."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+from perilune.sandbox.catalogue import Catalogue, Phase, Record
+from perilune.sandbox.checkpoint import Camera
+from perilune.sandbox.errors import Conflict, MachineLost, NotFound, SandboxError
+from perilune.sandbox.launcher import Launcher
+from perilune.sandbox.live import Live
+from perilune.sandbox.snapshot import Snapshot, Store
+from perilune.sandbox.vmm.child import alive, started_at
+
+
+class Roster:
+    """One process drives a running sandbox at a time; a dead process's sandboxes are adopted."""
+
+    def __init__(self, store: Store, catalogue: Catalogue, launcher: Launcher, camera: Camera) -> None:
+        self.store, self.catalogue, self.launcher, self.camera = store, catalogue, launcher, camera
+        self.lives: dict[str, Live] = {}
+        self._locks: dict[str, threading.RLock] = {}
+
+    def lock(self, identity: str) -> threading.RLock:
+        """Held by whoever changes the sandbox."""
+        return self._locks.setdefault(identity, threading.RLock())
+
+    def record(self, identity: str) -> Record:
+        """The sandbox's record; NotFound."""
+        live = self.lives.get(identity)
+        return live.record if live else self.catalogue.get(identity)
+
+    def records(self) -> list[Record]:
+        """All sandboxes, newest first."""
+        return self.catalogue.all()
+
+    def resolve(self, template: str) -> Snapshot:
+        """The snapshot behind a template's name (with or without `:tag`), a snapshot's name, or an id."""
+        for name in (template, f"{template}:default", template.removesuffix(":default")):
+            identity = self.catalogue.resolve(name)
+            if identity:
+                return self.store.read(identity)
+        raise NotFound(f"template {template!r} was not found: `perilune sandbox ls --templates` lists what there is")
+
+    def awake(self, identity: str) -> Live:
+        """The running sandbox, adopted if need be; Conflict or MachineLost, never a resume."""
+        live = self.lives.get(identity)
+        if live and live.record.phase is Phase.RUNNING:
+            if live.agent.lost:
+                self.mark_lost(live)
+            elif live.stalled:
+                raise live.still
+            else:
+                return live
+        with self.lock(identity):
+            record = self.record(identity)
+            if record.phase is Phase.RUNNING:
+                return self._adopt(record)
+            if record.phase is Phase.LOST:
+                raise MachineLost(f"sandbox {identity} is lost: {record.fault}")
+        raise Conflict(f"sandbox {identity} is {record.phase}, not running")
+
+    def mark_lost(self, live: Live) -> None:
+        """Its machine died under us: say so once, and clean up."""
+        with self.lock(live.record.id):
+            if self.lives.get(live.record.id) is not live or live.record.phase is not Phase.RUNNING:
+                return
+            fault = live.machine.verdict() or live.agent.lost or MachineLost("its agent is gone")
+            live.record.phase, live.record.fault = Phase.LOST, str(fault)
+            self.lives.pop(live.record.id, None)
+            live.end(fault)
+            self.catalogue.put(live.record)
+        raise fault
+
+    @contextlib.contextmanager
+    def watched(self, live: Live) -> Iterator[None]:
+        """What fails because the machine died says so."""
+        try:
+            yield
+        except SandboxError:
+            if live.agent.lost or live.machine.state == "gone":
+                self.mark_lost(live)
+            raise
+
+    @contextlib.contextmanager
+    def starting(self, record: Record) -> Iterator[None]:
+        """The record exists from now on, and not any more when what follows fails."""
+        self.catalogue.put(record)
+        try:
+            yield
+        except BaseException:
+            self.catalogue.drop(record.id)
+            raise
+
+    def started(self, live: Live) -> None:
+        """From now on it is known as running, and ours."""
+        record = live.record
+        record.phase, record.started, record.fault = Phase.RUNNING, time.time(), ""
+        record.pid, record.pid_started = live.machine.pid, started_at(live.machine.pid) or 0
+        record.owner, record.owner_started = os.getpid(), started_at(os.getpid()) or 0
+        self.lives[record.id] = live
+        self.catalogue.put(record)
+
+    def _adopt(self, record: Record) -> Live:
+        if alive(record.owner, record.owner_started) and record.owner != os.getpid():
+            raise Conflict(f"sandbox {record.id} is driven by process {record.owner}; ask that one (its HTTP API)")
+        if not alive(record.pid, record.pid_started):
+            record.phase, record.fault = Phase.LOST, "its machine ended while no runtime watched it"
+            self.catalogue.put(record)
+            raise MachineLost(f"sandbox {record.id} is lost: {record.fault}")
+        live = self.launcher.adopt(record)
+        self.started(live)
+        return live
+
+    def let_go(self) -> None:
+        """Running sandboxes go on without this process."""
+        for live in list(self.lives.values()):
+            live.record.owner = 0
+            self.catalogue.put(live.record)
+            live.agent.detach()
+            live.machine.release()
+        self.lives.clear()
