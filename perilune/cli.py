@@ -158,6 +158,7 @@ def serve(
     speculate: Annotated[int, typer.Option(help="Tokens drafted a step by the MTP layer.")] = 0,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; by default what the device likes.")] = None,
     prefix_cache: bool = True,
+    cuda_graphs: Annotated[bool, typer.Option(help="Record decoding steps, on a GPU.")] = True,
     strict_vendor: Annotated[bool, typer.Option(help="Refuse sampling the hosted API fixes.")] = False,
     drain_seconds: Annotated[float, typer.Option(help="For running requests after SIGTERM.")] = 60.0,
 ) -> None:
@@ -186,6 +187,7 @@ def serve(
         prefix_cache=prefix_cache,
         offload_bytes=int(offload_gb * 1e9),
         speculate=speculate,
+        cuda_graphs=cuda_graphs,
         priorities=("short", "interactive", "medium", "long", "batch"),  # the router's classes, a client's between
     )
     manners = ServeOptions(

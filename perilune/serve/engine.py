@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch import Tensor
 from perilune.model.cache import State
 from perilune.model.kda import KDA
 from perilune.model.net import K3, Output
+from perilune.serve.graphs import Answer, Graphs, Recorder
 from perilune.serve.paged import Paged, windowed
 from perilune.serve.pool import Geometry, Pool, default_block
 from perilune.serve.request import Delta, EngineOptions, Finish, Full, Grammar, Request, Stats, TokenLogprob, Usage
-from perilune.serve.sampling import Row, distribution, logprobs, sample
+from perilune.serve.sampling import Row, distribution, greedy, logprobs, sample
 from perilune.serve.scheduler import Batch, Scheduler, Sequence
 from perilune.serve.speculate import Draft, MTPDraft, verify
 
@@ -66,6 +67,9 @@ class Engine:
         paged = Paged(pool, o.max_batch, self.context, layers, o.speculate)
         self.scheduler = Scheduler(paged, o, self.context)
         self.draft: Draft | None = MTPDraft(model, paged) if o.speculate else None
+        self.graphs: Graphs | None = None
+        if o.cuda_graphs and self.device.type == "cuda" and windowed(geometry):
+            self.graphs = Graphs(model, paged, o.max_batch, o.speculate > 0, Recorder())
         self._here: dict[str, Sequence] = {}
         self._ended: list[Delta] = []
         self._totals = _Totals()
@@ -129,8 +133,12 @@ class Engine:
         started = time.perf_counter()
         batch = self.scheduler.schedule(1 + self.options.speculate)
         if batch is not None:
-            speculating = self.draft is not None and batch.kind == "decode"
-            ended += self._run_window(batch) if speculating else self._run(batch)
+            if batch.kind == "prefill":
+                ended += self._run(batch)
+            elif self.draft is not None:
+                ended += self._run_window(batch)
+            else:
+                ended += self._run_one(batch)
             self._totals.steps += 1
             self._totals.last_batch = len(batch.sequences)
             self._totals.step_seconds = time.perf_counter() - started
@@ -139,6 +147,7 @@ class Engine:
     # --- a step ---------------------------------------------------------------------------------------------
 
     def _run(self, batch: Batch) -> list[Delta]:
+        """A chunk of each prompt; a token for those that end in theirs."""
         out = self._forward(batch, [s.tokens[s.computed :][:n] for s, n in zip(batch.sequences, batch.lengths)])
         if self.draft is not None:
             self.draft.saw(batch.sequences, batch.lengths, out.features)
@@ -151,6 +160,26 @@ class Engine:
             if s.pending == 0:
                 done.append((s, end - 1))
         return self._sample([s for s, _ in done], out.hidden[[at for _, at in done]]) if done else []
+
+    def _run_one(self, batch: Batch) -> list[Delta]:
+        """One more token of each."""
+        if self.graphs is None:
+            return self._run(batch)
+        sequences = batch.sequences
+        feed = [s.tokens[-1:] for s in sequences]
+        answer = self.graphs.step(feed, [s.row for s in sequences], [s.computed for s in sequences])
+        for s in sequences:
+            self.scheduler.written(s, 1)
+        return self._sample(sequences, answer)
+
+    def _window(self, sequences: list[Sequence], feed: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """(logits, features) of a window of each, after the accepted drafts of its last."""
+        accepted, past = [s.replay for s in sequences], [s.computed for s in sequences]
+        if self.graphs is not None:
+            answer = self.graphs.step(feed, [s.row for s in sequences], past, accepted)
+            return answer.logits, answer.features
+        out = self._forward(Batch("decode", sequences, [len(f) for f in feed]), feed, accepted)
+        return self.model.lm_head(out.hidden), out.features
 
     def _forward(self, batch: Batch, feed: list[list[int]], accepted: list[int] | None = None) -> Output:
         """The model on some tokens of each sequence, after what it has computed."""
@@ -174,16 +203,14 @@ class Engine:
             rows = hidden[at - 1 - s.computed :][: len(tokens)]
             s.heard += logprobs(self.model.lm_head(rows), tokens, top)
 
-    def _sample(self, sequences: list[Sequence], hidden: Tensor) -> list[Delta]:
-        """The next token of each sequence, from the hidden row of its last."""
+    def _sample(self, sequences: list[Sequence], last: Tensor | Answer) -> list[Delta]:
+        """The next token of each sequence, from the hidden row of its last or what a recorded step made of it."""
         rows = [self._row(s) for s in sequences]
         said = self._unable(sequences, rows)
         ready = [i for i, s in enumerate(sequences) if s.request.id in self._here]
         if not ready:
             return said
-        logits = self.model.lm_head(hidden[ready])
-        broken = _broken(logits)
-        tokens = self._agree(sample(logits, [rows[i] for i in ready]))
+        logits, tokens, broken = self._draw(last, ready, [rows[i] for i in ready])
         for at, (i, token) in enumerate(zip(ready, tokens)):
             if broken[at]:
                 said.append(self._end(sequences[i], "error", message=_BROKEN))
@@ -191,6 +218,16 @@ class Engine:
             kept, finish = self._append(sequences[i], [token])
             said.append(self._tell(sequences[i], kept, finish, logits[at : at + 1]))
         return said
+
+    def _draw(self, last: Tensor | Answer, ready: list[int], rows: list[Row]) -> tuple[Tensor, list[int], list[bool]]:
+        """Of the ready ones: logits, tokens drawn from them, and whether they are no numbers."""
+        if isinstance(last, Tensor):
+            logits = self.model.lm_head(last[ready])
+            return logits, self._agree(sample(logits, rows)), _broken(logits)
+        likeliest = [last.likeliest[i] for i in ready]
+        logits = last.logits if len(ready) == len(last.likeliest) else last.logits[ready]
+        tokens = likeliest if greedy(rows) else sample(logits, rows)
+        return logits, self._agree(tokens), [t < 0 for t in likeliest]
 
     def _unable(self, sequences: list[Sequence], rows: list[Row]) -> list[Delta]:
         """End those that want no token, and those whose grammar allows none."""
@@ -216,13 +253,13 @@ class Engine:
             drafts, q = self.draft.propose(sequences, width - 1, self._row)
             drafts = self._agree(drafts)
         windows = [[s.tokens[-1], *d] for s, d in zip(sequences, drafts.tolist())]
-        out = self._forward(replace(batch, sequences=sequences), windows, [s.replay for s in sequences])
-        logits = self.model.lm_head(out.hidden).unflatten(0, (-1, width))
+        flat, features = self._window(sequences, windows)
+        logits = flat.unflatten(0, (-1, width))
         rows = [[self._row(s, w[1 : 1 + i]) for i in range(width)] for s, w in zip(sequences, windows)]
         p = distribution(logits.flatten(0, 1), [row for some in rows for row in some]).unflatten(0, (-1, width))
         seeds, at = [s.seed for s in sequences], [len(s.tokens) for s in sequences]
         yields = self._agree(verify(p, q.to(p), drafts, seeds, at))
-        features, broken = out.features.unflatten(0, (-1, width)), _broken(logits.flatten(1))
+        features, broken = features.unflatten(0, (-1, width)), _broken(logits.flatten(1))
         for n, s in enumerate(sequences):
             if broken[n]:
                 said.append(self._end(s, "error", message=_BROKEN))

@@ -1,7 +1,8 @@
 """`Paged`: the model's Cache protocol in place, on the pages of a pool.
 
 Each running request owns a row of two page tables, which are static buffers: kda_pages [layers, rows] and mla_pages
-[layers, rows, pages a row]. A `Pages` layout carries the rows of one batch; the forward reads no other indices.
+[layers, rows, pages a row]. A `Pages` layout carries the rows of one batch; the forward reads no other indices. One
+more row is nobody's, to pad a batch with: it has no state, and its latents go to a page that no one reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +23,12 @@ from perilune.serve.pool import Block, Geometry, Pool
 class Pages(Layout):
     """A batch on a pool: kda_pages [KDA layers, N], mla_pages [MLA layers, N, J], page_tokens P.
 
-    window: decode in place. accepted [N]: how many of each row's cached drafts the window continues from.
     export_pages [KDA layers, E]: where the states of export_at go.
     """
 
     kda_pages: Tensor = field(default_factory=lambda: torch.empty(0))
     mla_pages: Tensor = field(default_factory=lambda: torch.empty(0))
     page_tokens: int = 1
-    window: bool = False
-    accepted: Tensor | None = None
     export_pages: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @cached_property
@@ -40,13 +38,38 @@ class Pages(Layout):
         return self.mla_pages[:, self.sequence_of, at], self.position_of - at * self.page_tokens
 
     @cached_property
-    def ends(self) -> Tensor:
-        """int64 [N]: tokens of each sequence with the new ones."""
-        return torch.tensor([p + n for p, n in zip(self.past, self.lengths)], device=self.device)
-
-    @cached_property
     def longest(self) -> int:
         return max(p + n for p, n in zip(self.past, self.lengths))
+
+
+@dataclass(frozen=True)
+class Window(Pages):
+    """A batch that is decoded in place, W tokens of every sequence. Where each stands is known to the device alone, so
+    that a graph of the step can be replayed.
+
+    start int64 [N]: tokens before the window. accepted [N]: how many of each row's cached drafts it continues from.
+    """
+
+    start: Tensor = field(default_factory=lambda: torch.empty(0))
+    accepted: Tensor | None = None
+
+    @property
+    def fresh(self) -> bool:
+        return False
+
+    @cached_property
+    def sequence_of(self) -> Tensor:
+        N, W = self.sequences, self.lengths[0]
+        return torch.arange(N, device=self.device).unsqueeze(1).expand(N, W).flatten()
+
+    @cached_property
+    def position_of(self) -> Tensor:
+        return (self.start.unsqueeze(1) + torch.arange(self.lengths[0], device=self.device)).flatten()
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int64 [N]: tokens of each sequence with the new ones."""
+        return self.start + self.lengths[0]
 
 
 class Paged:
@@ -61,10 +84,12 @@ class Paged:
         self.wide = torch.float64 if g.dtype == torch.float64 else torch.float32
         self._kda = {layer: i for i, layer in enumerate(g.kda_layers)}
         self._mla = {layer: i for i, layer in enumerate(g.mla_layers)}
-        self.kda_pages = torch.zeros(len(self._kda), rows, dtype=torch.int64, device=device)
-        self.mla_pages = torch.zeros(len(self._mla), rows, g.blocks_for(context), dtype=torch.int64, device=device)
+        self.kda_pages = torch.zeros(len(self._kda), rows + 1, dtype=torch.int64, device=device)
+        self.mla_pages = torch.zeros(len(self._mla), rows + 1, g.blocks_for(context), dtype=torch.int64, device=device)
+        self.nobody = rows
+        self.kda_pages[:, rows], self.mla_pages[:, rows] = -1, pool.scratch
         self._layers = layers or {}
-        self._drafts = {layer: _drafts(g, rows, drafts, device) for layer in self._kda} if drafts else {}
+        self._drafts = {layer: _drafts(g, rows + 1, drafts, device) for layer in self._kda} if drafts else {}
         self._in_place = windowed(g)
 
     # --- the tables -----------------------------------------------------------------------------------------
@@ -96,10 +121,13 @@ class Paged:
         exports: (offset on the token axis, block that receives the KDA states there).
         """
         device = self.kda_pages.device
+        reach = self.geometry.blocks_for(max(p + n for p, n in zip(past, lengths)))
+        if accepted is not None or (self._in_place and all(n == 1 for n in lengths)):
+            at, start = torch.tensor([list(rows), list(past)], device=device)
+            right = None if accepted is None else torch.tensor(accepted, device=device)
+            return self.window(at, start, lengths[0], right, reach)
         plain = Layout.cached(lengths, rows, past, device)
         assert plain.slots is not None
-        reach = self.geometry.blocks_for(max(p + n for p, n in zip(past, lengths)))
-        right = None if accepted is None else torch.tensor(accepted, device=device)
         outgoing = torch.tensor([b.pages for _, b in exports], dtype=torch.int64, device=device)
         return Pages(
             **{name: getattr(plain, name) for name in ("lengths", "cu_seqlens", "slots", "past")},
@@ -107,9 +135,23 @@ class Paged:
             kda_pages=self.kda_pages[:, plain.slots],
             mla_pages=self.mla_pages[:, plain.slots, :reach],
             page_tokens=self.geometry.page_tokens,
-            window=right is not None or (self._in_place and plain.one_each),
-            accepted=right,
             export_pages=outgoing.view(len(exports), len(self._kda)).T,
+        )
+
+    def window(
+        self, rows: Tensor, start: Tensor, width: int, accepted: Tensor | None = None, reach: int | None = None
+    ) -> Window:
+        """`width` tokens of each row, which holds `start`; nothing here waits for the device. reach: pages a row."""
+        N = len(rows)
+        return Window(
+            lengths=(width,) * N,
+            cu_seqlens=torch.arange(0, N * width + 1, width, device=rows.device),
+            slots=rows,
+            kda_pages=self.kda_pages[:, rows],
+            mla_pages=self.mla_pages[:, rows, :reach],
+            page_tokens=self.geometry.page_tokens,
+            start=start,
+            accepted=accepted,
         )
 
     # --- the Cache protocol ---------------------------------------------------------------------------------
@@ -134,8 +176,7 @@ class Paged:
         tails[pages] = tail.to(tails.dtype).reshape(-1, *tails.shape[1:])
 
     def place_kda(self, layer: int, layout: Layout) -> Place | None:
-        assert isinstance(layout, Pages)
-        if not layout.window:
+        if not isinstance(layout, Window):
             return None
         pages, pool = layout.kda_pages[self._kda[layer]], self.pool
         return Place(pool.states, pool.tails, pages, self._drafts.get(layer), layout.accepted, layout.slots)
@@ -145,7 +186,7 @@ class Paged:
         i, stored = self._mla[layer], self.pool.latents
         pages, offsets = layout.places
         stored[pages[i], offsets] = latents.to(stored.dtype)
-        if layout.window:
+        if isinstance(layout, Window):
             return Book(stored, layout.mla_pages[i], layout.ends)
         if layout.fresh:
             return None

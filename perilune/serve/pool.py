@@ -6,7 +6,7 @@ head's bytes lie together, [K, V] state then [q|k|v, K, W−1] conv tail: heads 
 
 Layers advance together, so pages are taken and given back as a `Block`: one page of every MLA layer, for the same P
 tokens, or one page of every KDA layer, a state. A checkpoint is thus there for all KDA layers or for none.
-Page 0 is never given out and stays zero: it pads index arrays.
+Page 0 is never given out and stays zero: it pads index arrays. After the last, page `scratch` takes what nobody reads.
 """
 
 import math
@@ -98,7 +98,7 @@ class Block:
 
 
 class Pool:
-    """Pages in one tensor [pages, page_bytes]. A block is held (refs > 0), or idle and findable, or its pages are free.
+    """Pages in one tensor [pages + 1, page_bytes]. A block is held (refs > 0), or idle and findable, or free again.
 
     below: a pool in slower memory that receives what is evicted here.
     """
@@ -107,7 +107,8 @@ class Pool:
         self, geometry: Geometry, pages: int, device: torch.device | str, below: "Pool | None" = None, pin: bool = False
     ) -> None:
         self.geometry, self.below, self.evictions = geometry, below, 0
-        self.memory = torch.zeros(pages, geometry.page_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
+        self.pages, self.scratch = pages, pages
+        self.memory = torch.zeros(pages + 1, geometry.page_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
         self._free = list(range(pages - 1, 0, -1))
         self._idle: OrderedDict[Block, None] = OrderedDict()  # least recently used first
         self._held: set[Block] = set()
@@ -124,7 +125,7 @@ class Pool:
 
     def usage(self) -> dict[str, int]:
         """Pages held, cached and free; they add up to all but the zero page."""
-        held = len(self.memory) - 1 - self.available
+        held = self.pages - 1 - self.available
         return {"held": held, "cached": self._idle_pages, "free": len(self._free)}
 
     def take(self, kind: Kind) -> Block | None:
@@ -240,7 +241,7 @@ class Pool:
         """Raise AssertionError unless every page is free, idle or held exactly once and every name is honest."""
         blocks = [*self._held, *self._idle]
         pages = sorted([*self._free, *(p for b in blocks for p in b.pages)])
-        assert pages == list(range(1, len(self.memory))), "a page is lost or owned twice"
+        assert pages == list(range(1, self.pages)), "a page is lost or owned twice"
         assert self._idle_pages == sum(len(b.pages) for b in self._idle)
         assert all(b.refs > 0 for b in self._held) and all(b.refs == 0 and b.keys for b in self._idle)
         assert all(len(b.pages) == self.geometry.pages(b.kind) for b in blocks)

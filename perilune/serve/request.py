@@ -159,6 +159,7 @@ class EngineOptions:
     max_batch: running requests. max_waiting: requests in the queue before `Full`.
     checkpoint_every: tokens between KDA checkpoints in a long prompt, beside turn ends and branch points; 0 is none.
     offload_bytes: CPU memory for evicted prefixes. speculate: drafts a step by the MTP layer.
+    cuda_graphs: on a GPU, decoding steps are recorded once a batch size and replayed.
     priorities: request classes, most urgent first. Unknown classes count as the last.
     """
 
@@ -173,6 +174,7 @@ class EngineOptions:
     prefix_cache: bool = True
     offload_bytes: int = 0
     speculate: int = 0
+    cuda_graphs: bool = True
     priorities: tuple[str, ...] = ("interactive", "batch")
 
     def __post_init__(self) -> None:

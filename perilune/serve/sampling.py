@@ -119,11 +119,17 @@ def draw(probs_NV: Tensor, uniforms: Sequence[float]) -> list[int]:
     return torch.minimum(picked, last).clamp(max=running.shape[-1] - 1).tolist()
 
 
+def greedy(rows: Sequence[Row]) -> bool:
+    """Whether the likeliest token of untouched logits is what each row says."""
+    return all(
+        r.sampling.temperature == 0 and r.mask is None and not (r.sampling.logit_bias or r.sampling.penalised)
+        for r in rows
+    )
+
+
 def sample(logits_NV: Tensor, rows: Sequence[Row]) -> list[int]:
     """One id a row."""
-    if all(r.sampling.temperature == 0 and r.mask is None for r in rows) and not any(
-        r.sampling.logit_bias or r.sampling.penalised for r in rows
-    ):
+    if greedy(rows):
         return logits_NV.argmax(-1).tolist()
     return draw(distribution(logits_NV, rows), [uniform(r.seed, r.position, "draw") for r in rows])
 

@@ -94,7 +94,7 @@ class Scheduler:
     def add(self, request: Request, seed: int) -> Sequence:
         """Queue a request. Raises ValueError when the whole pool could not hold it."""
         longest = min(self.context, len(request.prompt) + request.sampling.max_tokens)
-        need, have = self.geometry.pages_for(longest), len(self.pool.memory) - 1
+        need, have = self.geometry.pages_for(longest), self.pool.pages - 1
         if need > have:
             raise ValueError(f"The request may need {need} pages of the pool, which has {have}.")
         classes = self.options.priorities
