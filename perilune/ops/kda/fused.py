@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from perilune.ops.kda import hopper
+from perilune.ops.kda import hopper, hopper_backward
 from perilune.ops.kda.hopper import Problem, rowwise
 
 
@@ -72,7 +72,7 @@ def _kda_backward(
 ) -> list[Tensor]:  # fmt: skip
     inputs = [rowwise(x) for x in (q, k, gate)] + [beta, A_log, dt_bias]
     problem = _problem(q, v, lengths, exports, scale, lower_bound)
-    dq, dk, dgate, dbeta, dA, dbias, dv, dstate = hopper.backward(
+    dq, dk, dgate, dbeta, dA, dbias, dv, dstate = hopper_backward.backward(
         inputs, rowwise(v), state, borders, problem, do, dfinal, dexports
     )
     out = [dq, dk, dv, dgate, dbeta, dA.to(A_log.dtype), dbias.view(dt_bias.shape).to(dt_bias.dtype)]

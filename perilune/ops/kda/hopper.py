@@ -9,17 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from perilune.ops.kda.decode_launch import on_hopper
 from perilune.ops.kda.segments import CHUNK, FINAL, INITIAL, PANEL, ZERO, Panel, Plan, Shape, plan
-from perilune.ops.kda.triton_backward import gradient_kernel, pair_kernel, reverse_kernel, unit_kernel
 from perilune.ops.kda.triton_forward import chain_kernel, merge_kernel
 from perilune.ops.kda.triton_prepare import prepare_kernel
 
 SIZES = (64, 128)
-CHANNELS = 32  # of the backward's programs
 BOUND = -5.5  # the steepest gate whose 16-token block stays inside fp32 (triton_prepare)
 
 
@@ -105,6 +102,12 @@ def rowwise(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def by_hand(inputs: Sequence[Tensor], problem: Problem) -> bool:
+    """Whether the kernels laid out by hand take these (q, k, gate, ...)."""
+    q, k, gate = inputs[:3]
+    return problem.bounded and {x.dtype for x in (q, k, gate)} == {torch.bfloat16} and on_hopper(q.device)
+
+
 def prepare(inputs: Sequence[Tensor], problem: Problem, chunks: Tensor, first: int, count: int, to: Workspace) -> None:
     """Fills the workspace with the factors of chunks [first, first + count)."""
     q, k, gate, beta, A_log, dt_bias = inputs
@@ -114,8 +117,7 @@ def prepare(inputs: Sequence[Tensor], problem: Problem, chunks: Tensor, first: i
         problem.tokens, problem.scale, problem.lower_bound or 0.0, first,
     )  # fmt: skip
     settings = {"HV": problem.heads, "GROUP": problem.heads // problem.key_heads, "K": problem.key}
-    halves = {x.dtype for x in (q, k, gate)} == {torch.bfloat16}
-    if problem.bounded and halves and on_hopper(q.device):
+    if by_hand(inputs, problem):
         from perilune.ops.kda import gluon_prepare
 
         gluon_prepare.prepare_kernel[(count * problem.heads,)](*arguments, **settings, num_warps=4, maxnreg=168)
@@ -133,19 +135,26 @@ def copyable(v: Tensor) -> Tensor:
     return v if fits else v.clone(memory_format=torch.contiguous_format)
 
 
-def descriptors(to: Workspace, v: Tensor, block: int) -> tuple[object, ...]:
-    """What the copy engine reads: rows, squares, decays, and `block` columns of values."""
+def tiles(x: Tensor, rows: int, columns: int, bits: int = 16) -> object:
+    """[rows,columns] of x, of [B,T,H,D] as B·T rows of all heads, for the copy engine."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    B, T, HV, V = v.shape
+    layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 2)
+    if x.dim() != 4:
+        return TensorDescriptor.from_tensor(x.view(-1, columns), [rows, columns], layout)
+    B, T, H, D = x.shape
+    return TensorDescriptor(x, [B * T, (H - 1) * x.stride(2) + D], [x.stride(1), 1], [rows, columns], layout)
+
+
+def descriptors(to: Workspace, v: Tensor, block: int) -> tuple[object, ...]:
+    """What the copy engine reads: rows, squares, decays, and `block` columns of values."""
     K = to.rows.shape[-1]
-    half, full = NVMMASharedLayout(128, 16, 2), NVMMASharedLayout(0, 32, 2)
     return (
-        TensorDescriptor.from_tensor(to.rows.view(-1, K), [CHUNK, K], half),
-        TensorDescriptor.from_tensor(to.squares.view(-1, CHUNK), [CHUNK, CHUNK], half),
-        TensorDescriptor.from_tensor(to.decay.view(-1, K), [1, K], full),
-        TensorDescriptor(v, [B * T, (HV - 1) * v.stride(2) + V], [v.stride(1), 1], [CHUNK, block], half),
+        tiles(to.rows, CHUNK, K),
+        tiles(to.squares, CHUNK, CHUNK),
+        tiles(to.decay, 1, K, bits=32),
+        tiles(v, CHUNK, block),
     )
 
 
@@ -215,67 +224,3 @@ def forward(inputs: Sequence[Tensor], v: Tensor, state: Tensor | None, problem: 
         if panel.runs:
             chain(workspace, panel, table, problem, chunks, v, o, state, final, exports)
     return o, final, exports, borders
-
-
-def backward(
-    inputs: Sequence[Tensor], v: Tensor, state: Tensor | None, borders: Tensor, problem: Problem,
-    do: Tensor, dfinal: Tensor | None, dexports: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of (q, k, gate, beta, A_log, dt_bias, v, state) from the raw inputs and the states at panel borders."""
-    q, k, gate, beta, A_log, dt_bias = inputs
-    made = problem.plan(state is not None)
-    chunks, panels = tables(problem, state is not None, v.device)
-    B, T, HV, K, V = v.shape[0], problem.tokens, problem.heads, problem.key, problem.value
-    do = rowwise(do)
-    dexports = None if dexports is None else dexports.contiguous()
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    wide = torch.float32 if problem.key_heads < HV else q.dtype
-    dq, dk = (torch.empty(B, T, HV, K, dtype=wide, device=v.device) for _ in range(2))
-    dgate = torch.empty(B, T, HV, K, dtype=gate.dtype, device=v.device)
-    dbeta = torch.empty(B, T, HV, dtype=beta.dtype, device=v.device)
-    dstate = torch.empty(len(problem.lengths), HV, K, V, dtype=torch.float32, device=v.device)
-    ends = dstate if dfinal is None else dfinal
-    total = sum(p.count for p in made.panels)
-    dA_part = torch.empty(total, HV, K // CHANNELS, dtype=torch.float32, device=v.device)
-    dbias_part = torch.empty(total, HV, K, dtype=torch.float32, device=v.device)
-    most = max(p.count for p in made.panels)
-    workspace = Workspace.empty(most, HV, K, v)
-    h, d = v.new_empty(2, most, HV, V, K)
-    u = v.new_empty(most, HV, V, CHUNK)
-    dA, dB = v.new_empty(2, most, HV, CHUNK, CHUNK)
-    for j in reversed(range(len(panels))):
-        panel, table = made.panels[j], panels[j]
-        if panel.count:
-            prepare(inputs, problem, chunks, panel.first, panel.count, workspace)
-            border = (borders[j - 1] if j else dstate[:1]).expand(len(problem.lengths), HV, K, V)
-            chain(workspace, panel, table, problem, chunks, v, v, state, border, None, keep=(h, u))
-        if panel.walks:
-            block = 64 if V == 64 or len(panel.walks) * HV * 2 <= 132 else 128
-            reverse_kernel[(len(panel.walks) * HV, V // block)](
-                *workspace.all(), do, dv, table["ends" if dfinal is None else "given_ends"], table["pieces"],
-                ends, dstate, dstate if dexports is None else dexports, d,
-                *do.stride()[:3], *dv.stride()[:3], *ends.stride(), *dstate.stride(), T,
-                HV=HV, K=K, V=V, BV=block, STAGES=2, num_warps=block // 16,
-            )  # fmt: skip
-        if panel.count:
-            pair_kernel[(panel.count * HV,)](
-                beta, chunks, do, dv, u, dA, dB, dbeta,
-                *beta.stride(), *do.stride()[:3], *dv.stride()[:3], T, panel.first,
-                HV=HV, V=V, num_warps=4,
-            )  # fmt: skip
-            gradient_kernel[(panel.count * HV, K // CHANNELS)](
-                q, k, gate, A_log, dt_bias, chunks, do, dv, h, d, u, dA, dB, dq, dk, dgate,
-                dA_part[panel.first :], dbias_part[panel.first :],
-                *q.stride()[:3], *k.stride()[:3], *gate.stride()[:3],
-                *do.stride()[:3], *dv.stride()[:3], T, problem.scale, problem.lower_bound or 0.0, panel.first,
-                HV=HV, GROUP=HV // problem.key_heads, K=K, V=V, KB=CHANNELS,
-                BOUNDED=problem.bounded, FLOORED=problem.lower_bound is not None, num_warps=4, num_stages=1,
-            )  # fmt: skip
-    for raw, grad in ((q, dq), (k, dk)):
-        unit_kernel[(triton.cdiv(B * T * HV, 32),)](
-            raw, grad, *raw.stride()[:3], T, B * T, HV=HV, GROUP=HV // problem.key_heads, K=K, ROWS=32, num_warps=4
-        )
-    if problem.key_heads < HV:
-        group = (B, T, problem.key_heads, HV // problem.key_heads, K)
-        dq, dk = dq.view(group).sum(3).to(q.dtype), dk.view(group).sum(3).to(k.dtype)
-    return dq, dk, dgate, dbeta, dA_part.sum((0, 2)), dbias_part.sum(0), dv, dstate

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from perilune.ops.kda import (
     gluon_chain,
     gluon_decode,
+    gluon_gradient,
     gluon_prepare,
     triton_backward,
     triton_decode,
@@ -88,13 +89,15 @@ def prepare() -> None:
         build(f"gluon prepare K{key}", gluon_prepare.prepare_kernel, TYPES, shape, 4, registers=168)
 
 
+def matrix(rows: int, columns: int) -> str:
+    """A tensor descriptor."""
+    return f"tensordesc<bf16[{rows}, {columns}],{NVMMASharedLayout(128, 16, 2)!r}>"
+
+
 def copied(key: int, block: int) -> dict[str, str]:
     """The chain's tensor descriptors."""
-    half, full = NVMMASharedLayout(128, 16, 2), NVMMASharedLayout(0, 32, 2)
-    return {
-        "rows": f"tensordesc<bf16[64, {key}],{half!r}>", "squares": f"tensordesc<bf16[64, 64],{half!r}>",
-        "decays": f"tensordesc<fp32[1, {key}],{full!r}>", "values": f"tensordesc<bf16[64, {block}],{half!r}>",
-    }  # fmt: skip
+    decays = f"tensordesc<fp32[1, {key}],{NVMMASharedLayout(0, 32, 2)!r}>"
+    return {"rows": matrix(64, key), "squares": matrix(64, 64), "decays": decays, "values": matrix(64, block)}
 
 
 def chain() -> None:
@@ -139,6 +142,12 @@ def backward() -> None:
             shape,
             4,
         )
+
+    for K, V in ((128, 128), (64, 64), (128, 64), (64, 128)):
+        types = TYPES | {"raw_gate": BF16, "states": matrix(V, K), "u": matrix(V, 64)}
+        types |= dict.fromkeys(["q", "k", "gate"], matrix(64, K)) | dict.fromkeys(["do", "dv"], matrix(64, V))
+        shape = {"HV": 8, "GROUP": 1, "K": K, "V": V}
+        build(f"gluon gradient K{K} V{V}", gluon_gradient.gradient_kernel, types, shape, K // 16)
 
 
 def decode() -> None:

@@ -5,7 +5,7 @@ import sys
 import torch
 from ops.kda_gpu.cases import Case, case, error
 
-from perilune.ops.kda import hopper
+from perilune.ops.kda import hopper, hopper_backward
 from perilune.ops.kda.decode import Drafts, decode
 
 PACKED = [0, 100, 1, 0, 64, 65, 0]
@@ -25,7 +25,8 @@ def worst(it: Case, **settings: int) -> float:
     wide = it.in_fp64()
     true = wide.truth()
     seeds = [torch.randn_like(x) for x in (o, final, exports)]
-    got = hopper.backward(inputs, v, state, borders, problem, seeds[0], seeds[1], seeds[2] if it.exports else None)
+    dexports = seeds[2] if it.exports else None
+    got = hopper_backward.backward(inputs, v, state, borders, problem, seeds[0], seeds[1], dexports)
     n = 3 if it.exports else 2
     want = torch.autograd.grad(true[:n], wide.leaves, [s.double() for s in seeds[:n]])
     order = (0, 1, 3, 4, 5, 6, 2, 7)
