@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -73,7 +73,7 @@ class Record:
 
 def dump(record: Record) -> str:
     """To JSON."""
-    return json.dumps(asdict(record))
+    return json.dumps(vars(record), default=vars)
 
 
 def parse(text: str) -> Record:

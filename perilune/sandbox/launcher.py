@@ -50,12 +50,12 @@ class Launcher:
 
     # ---- from a snapshot ----
 
-    def load(self, spare: Spare, snapshot: Snapshot) -> Spare:
+    def load(self, spare: Spare, snapshot: Snapshot, stored: Stored | None = None) -> Spare:
         """Disk, memory, devices: afterwards the spare holds the snapshot's guest, stopped."""
         try:
             fill = self._exchange if spare.snapshot else self._fill
             before, spare.top = spare.top, new_layer(self.store, self.store.layers / snapshot.top)
-            stored = self.store.open_memory(snapshot)  # checked while QEMU starts
+            stored = stored or self.store.open_memory(snapshot)  # checked while QEMU starts
             _ = spare.machine.qmp  # it has started, and so mapped its memory
             filling = self.threads.submit(fill, spare, stored)
             spare.machine.attach_disk(spare.top)

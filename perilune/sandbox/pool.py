@@ -7,9 +7,11 @@ there a spare waits on the base for its first.
 
 import logging
 import threading
+import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+from perilune.sandbox.diff import Stored
 from perilune.sandbox.errors import SandboxError
 from perilune.sandbox.launcher import Launcher
 from perilune.sandbox.live import Spare
@@ -17,6 +19,7 @@ from perilune.sandbox.snapshot import Snapshot
 from perilune.sandbox.vmm.driver import Shape
 
 Kind = tuple[str, Shape]
+_PAUSE_S = 0.1
 _log = logging.getLogger(__name__)
 
 
@@ -35,6 +38,7 @@ class Pool:
     _wants: dict[str, tuple[Snapshot, int]] = field(default_factory=dict)
     _spares: dict[Kind, deque[Spare]] = field(default_factory=lambda: defaultdict(deque))
     _changed: threading.Condition = field(default_factory=threading.Condition)
+    _taken: float = 0.0
     _thread: threading.Thread | None = None
     _closed: bool = False
 
@@ -50,10 +54,10 @@ class Pool:
             self._thread.start()
         self._changed.notify_all()
 
-    def take(self, snapshot: Snapshot) -> Spare:
-        """A machine that holds `snapshot`'s guest, stopped."""
+    def take(self, snapshot: Snapshot, stored: Stored | None = None) -> Spare:
+        """A machine that holds `snapshot`'s guest, stopped; `stored` is its memory when that was opened already."""
         with self._changed:
-            spare = self._pop(snapshot)
+            spare, self._taken = self._pop(snapshot), time.monotonic()
             leaving = self._remember(snapshot) if self.follow else []
             self._begin()
         for old in leaving:
@@ -62,10 +66,10 @@ class Pool:
             return spare
         if spare:
             try:
-                return self.launcher.load(spare, snapshot)
+                return self.launcher.load(spare, snapshot, stored)
             except (SandboxError, OSError) as error:  # a new one says whether the snapshot is at fault
                 _log.warning("a spare could not take a second guest: %s", error)
-        return self.launcher.load(self._spawn(snapshot), snapshot)
+        return self.launcher.load(self._spawn(snapshot), snapshot, stored)
 
     def _spawn(self, snapshot: Snapshot) -> Spare:
         return self.launcher.spawn(self.launcher.store.memory / snapshot.base, snapshot.shape)
@@ -119,6 +123,9 @@ class Pool:
                 if snapshot is None:
                     self._changed.notify_all()
                     self._changed.wait(5.0)
+                    continue
+                if time.monotonic() < self._taken + _PAUSE_S:  # whoever took one still needs the processor
+                    self._changed.wait(_PAUSE_S)
                     continue
             try:
                 self._make(snapshot)

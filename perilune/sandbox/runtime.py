@@ -15,6 +15,7 @@ from perilune.sandbox import linger, setup
 from perilune.sandbox.agent.client import Agent
 from perilune.sandbox.catalogue import Catalogue, Network, Phase, Record
 from perilune.sandbox.checkpoint import Camera
+from perilune.sandbox.diff import Stored
 from perilune.sandbox.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, SandboxError
 from perilune.sandbox.files import remove
 from perilune.sandbox.guard import Guard
@@ -32,6 +33,7 @@ from perilune.sandbox.vmm.driver import Platform
 from perilune.sandbox.vmm.zygote import Zygote
 
 _MODES = ("full", "disk")
+_AT_ONCE = 8  # children that start; more only get in each other's way
 
 
 class Runtime(Roster):
@@ -99,27 +101,28 @@ class Runtime(Roster):
     def _children(self, snapshot: Snapshot, count: int, record: Callable[[], Record]) -> list[Record | SandboxError]:
         self.admit(count)
         self.store.check(snapshot, self.platform)
+        stored = self.store.open_memory(snapshot)
 
         def one() -> Record | SandboxError:
             try:
                 made = record()
                 with self.starting(made):
-                    self.started(self._restore(snapshot, made, None))
+                    self.started(self._restore(snapshot, made, None, stored))
                 return made
             except SandboxError as error:
                 return error
 
         self._starting += count
         try:
-            with ThreadPoolExecutor(min(count, 16)) as threads:
+            with ThreadPoolExecutor(min(count, _AT_ONCE)) as threads:
                 return list(threads.map(lambda _: one(), range(count)))
         finally:
             self._starting -= count
 
-    def _restore(self, snapshot: Snapshot, record: Record, agent: Agent | None) -> Live:
+    def _restore(self, snapshot: Snapshot, record: Record, agent: Agent | None, stored: Stored | None = None) -> Live:
         if snapshot.mode == "disk":
             return self.launcher.boot(self.store.layers / snapshot.top, record)
-        return self.launcher.wake(self.pool.take(snapshot), record, agent)
+        return self.launcher.wake(self.pool.take(snapshot, stored), record, agent)
 
     # ---- pausing and going on ----
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def _digest(body: dict[str, Any]) -> str:
 
 def dump(snapshot: Snapshot) -> bytes:
     """The manifest's bytes."""
-    body = json.loads(json.dumps(asdict(snapshot)))
+    body = json.loads(json.dumps(vars(snapshot), default=vars))
     return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
 
 
