@@ -10,7 +10,7 @@ The three layers are one op: KDA; one decay a head (Gated DeltaNet); and that wi
 Accuracy is of the tokens scored, on sequences never trained on; the best learning rate of a sweep counts.
 Inferred, not in the paper: AdamW at a constant rate, width, initial weights, batch, symbols, pairs, feed-forward.
 A cell that meets its --limit keeps the accuracies it had; --jobs cells run at once, each a process, since one leaves a
-GPU waiting for Python. KDA in bf16 takes the fused kernels; the other two layers' chunks are plain PyTorch.
+GPU waiting for Python. KDA and Gated DeltaNet in bf16 take the fused kernels; Mamba-2-like's chunks are plain PyTorch.
 Finished cells are kept in --out, one a (task, layer, rate, seed); delete the file to start over.
 """
 

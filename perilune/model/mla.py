@@ -4,19 +4,20 @@
     y = W_o [ softmax(q·[k_nope | r] / √d_qk) v · σ(W_g x) ]
 
 r is shared by the heads and neither normalised nor rotated. The cache holds [RMSNorm(c) | r]; a short query reads it
-absorbed (q_nope W_UK scores latents directly), a long one expands keys and values and calls SDPA.
+absorbed (q_nope W_UK scores latents directly), a long one expands keys and values.
 """
 
 import torch
 from torch import Tensor, nn
 
 from perilune.config import ModelConfig
-from perilune.model.attention import causal, causal_after_past
+from perilune.model.attention import causal_after_past
 from perilune.model.cache import Book, Cache
 from perilune.model.layout import Layout
 from perilune.model.linear import Linear, project
 from perilune.model.norm import RMSNorm
 from perilune.model.taps import Taps
+from perilune.ops.attention import attention
 from perilune.ops.mla import mla_decode
 from perilune.ops.norm import sigmoid_gate
 
@@ -53,7 +54,7 @@ class MLA(nn.Module):
             k, v = self._expand(latents)
             if taps is not None:
                 taps.max_logit(self.layer, q, k, layout, self._scale)
-            o = causal(q, k, v, layout, self._scale)
+            o = attention(q, k, v, layout.lengths, self._scale)
         elif max(layout.lengths) <= _ABSORB_UP_TO:
             o = self._absorbed(q, context, layout)
         else:
@@ -110,6 +111,6 @@ class MLA(nn.Module):
         return torch.cat([torch.einsum("thd,hdr->thr", q_nope, w_uk), q_rope], -1), w_uv
 
     def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """The gate multiplies in fp32 (the report keeps the attention output in fp32), one cast before W_o."""
+        """The gate multiplies in fp32, as which training's attention output arrives; one cast before W_o."""
         o = o.flatten(1)
-        return self.o_proj(o if gate is None else sigmoid_gate(o, gate))
+        return self.o_proj(o.to(self.o_proj.weight.dtype) if gate is None else sigmoid_gate(o, gate))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from perilune.ops.kda import kda, kda_step
 from perilune.ops.kda.api import IMPLS
+from perilune.ops.kda.decay import decay_of
 
 ALL = sorted(IMPLS)
 torch.set_num_threads(1)
@@ -305,3 +306,9 @@ def test_equal_packed_sequences_of_several_chunks(sequences: int, length: int) -
     x = draw(T=sequences * length, seed=3)
     x["state"] = torch.randn(sequences, 2, 16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     compare(x, {"lower_bound": -5.0, "lengths": [length] * sequences}, 1e-11, 1e-9)
+
+
+def test_an_accelerator_is_never_read_back() -> None:
+    """Meta tensors hold no values: a tile chosen by them would raise."""
+    for lower_bound, tile in ((-5.0, 16), (None, 1)):
+        assert decay_of(torch.empty(3, 64, 2, device="meta"), lower_bound).c == tile

@@ -74,7 +74,7 @@ def kda(
         _check_lengths(lengths, v)
     _check_state(state, q, v, v.shape[0] if lengths is None else len(lengths))
     places = None if export_at is None else _places(export_at, v, lengths)
-    return IMPLS[_choose(impl, q, v, gate, delta)](
+    return IMPLS[_choose(impl, q, v, delta)](
         q,
         k,
         v,
@@ -123,9 +123,9 @@ def kda_step(
     return o.to(v.dtype), state
 
 
-def _choose(impl: str, q: Tensor, v: Tensor, gate: Tensor, delta: bool) -> str:
+def _choose(impl: str, q: Tensor, v: Tensor, delta: bool) -> str:
     if impl == "auto":
-        why = "there is no NVIDIA GPU" if v.device.type != "cuda" else _unfit(q, v, gate, delta)
+        why = "there is no NVIDIA GPU" if v.device.type != "cuda" else _unfit(q, v, delta)
         return _auto(v.device.type, why)
     if impl == "fused" and "fused" not in IMPLS:
         IMPLS["fused"] = importlib.import_module("perilune.ops.kda.fused").fused
@@ -134,13 +134,13 @@ def _choose(impl: str, q: Tensor, v: Tensor, gate: Tensor, delta: bool) -> str:
     return impl
 
 
-def _unfit(q: Tensor, v: Tensor, gate: Tensor, delta: bool) -> str | None:
+def _unfit(q: Tensor, v: Tensor, delta: bool) -> str | None:
     """None, or why the fused kernels cannot take these inputs."""
     if torch.cuda.get_device_capability(v.device) < FUSED_CAPABILITY:
         return "the GPU is older than Ampere"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    return importlib.import_module("perilune.ops.kda.hopper").accepts(q, v, gate, delta)
+    return importlib.import_module("perilune.ops.kda.hopper").accepts(q, v, delta)
 
 
 @functools.cache

@@ -132,17 +132,18 @@ def scaled(x_mCK: Tensor, factor_mn1G: Tensor) -> Tensor:
 def _tile(g_mCG: Tensor, lower_bound: float | None) -> tuple[int, Tensor]:
     """The largest tile whose centred sums stay within LIMIT, and those sums [m,C,G].
 
-    On an accelerator a lower bound decides without reading anything back.
+    On an accelerator the bound of one token decides, so that nothing is read back: without a gate's own that is one
+    token a tile.
     """
     C, G = g_mCG.shape[1:]
-    c = C
+    c, lowest = C, floor(g_mCG.dtype) if lower_bound is None else lower_bound
     while True:
-        bounded = lower_bound is not None and -lower_bound * (c // 2) <= LIMIT
-        if not bounded and lower_bound is not None and g_mCG.device.type != "cpu" and c > 1:
+        bounded = -lowest * (c // 2) <= LIMIT
+        if not bounded and g_mCG.device.type != "cpu":
             c //= 2
             continue
         centred = torch.matmul(_centring(c, g_mCG.dtype, g_mCG.device), g_mCG.view(-1, c, G))
-        if bounded or c == 1 or max(-centred.min().item(), centred.max().item()) <= LIMIT:
+        if bounded or max(-centred.min().item(), centred.max().item()) <= LIMIT:
             return c, centred
         c //= 2
 

@@ -121,8 +121,10 @@ def fused(
     if torch.is_autocast_enabled(v.device.type):
         low = torch.get_autocast_dtype(v.device.type)
         q, k, v, gate, beta = (x.to(low) for x in (q, k, v, gate, beta))
-    if (why := hopper.accepts(q, v, gate, delta)) is not None:
+    if (why := hopper.accepts(q, v, delta)) is not None:
         raise ValueError(f"kda: the fused implementation cannot run this: {why}.")
+    if gate.shape[3] < q.shape[3]:  # one decay a head: every channel's
+        gate, dt_bias = (x.expand(*x.shape[:-1], q.shape[3]).contiguous() for x in (gate, dt_bias))
     spans = [v.shape[1]] * v.shape[0] if lengths is None else list(lengths)
     places = list(dict.fromkeys(export_at or ()))
     flat = [x for place in places for x in place]

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perilune.model.attention import causal
 from perilune.model.kda import KDA
 from perilune.model.mla import MLA
 from perilune.model.taps import Taps
+from perilune.ops.attention import attention
 from perilune.ops.conv import short_conv
 from perilune.ops.norm import gated_rms_norm
 from perilune.parallel import Collective, kda_parallel
@@ -76,7 +76,8 @@ def mla_forward(
     k, v = _expand(module, gather_tokens(latents, fabric, piece), fabric)
     if taps is not None:
         taps.max_logit(module.layer, q, k, everyone, module._scale)
-    return module._output(by_tokens(causal(q, k, v, everyone, module._scale), fabric, piece), gate)
+    o = attention(q, k, v, everyone.lengths, module._scale)
+    return module._output(by_tokens(o, fabric, piece), gate)
 
 
 def _expand(module: MLA, latents: Tensor, fabric: Collective) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops import conv_triton, mla_triton, norm_triton
+from perilune.ops.attention import attention, attention_reference
 from perilune.ops.attnres import merge, mix, mix_ahead, mix_reference
 from perilune.ops.conv import short_conv_reference, short_convs
 from perilune.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -133,6 +134,30 @@ def attnres() -> float:
 
             found.append(worst(fast, slow, leaves))
     return max(found)
+
+
+def softmax() -> float:
+    """Attention whose tiles meet one document, borders inside and at their edges, documents of several tiles; widths
+    with and without a rest; values as columns of a wider tensor."""
+    found = []
+    for lengths, dk, dv in (([150], 24, 16), ([40, 0, 1, 87, 64, 60], 40, 20), ([64, 128, 7], 16, 32)):
+        T = sum(lengths)
+        leaves = [draw(T, 2, dk), draw(T, 2, dk, seed=1), draw(T, 2, dv, seed=2)]
+        found.append(
+            worst(lambda q, k, v, n=lengths: attention(q, k, v, n, 0.3, impl="fused"),
+                  lambda q, k, v, n=lengths: attention_reference(q, k, v, n, 0.3), leaves, strided=True)
+        )  # fmt: skip
+    return max(found)
+
+
+def kept() -> float:
+    """Attention's output from 16-bit inputs (the interpreter multiplies fp16), which a rounding would leave 2e-4 apart
+    or more."""
+    lengths, dtype = [70, 1, 57], torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    leaves = [draw(128, 2, n, seed=i).to(DEVICE, dtype).requires_grad_() for i, n in enumerate((24, 24, 16))]
+    o = attention(*leaves, lengths, 0.3, impl="fused")
+    assert o.dtype == torch.float32
+    return error(o, attention_reference(*(x.double() for x in leaves), lengths, 0.3))
 
 
 def phases() -> float:

@@ -9,12 +9,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 from perilune.ops import (
+    attention_triton,
     attnres_triton,
     conv_triton,
     cross_entropy_triton,
@@ -87,6 +89,20 @@ def norm() -> None:
             build(f"{name} {width} gated {gated}", kernel, shape | {"GATED": gated}, warps, rows="i32", H="i32")
     build("gate", gate_triton.gate_kernel, {"BR": 16, "BC": 128}, rows="i32")
     build("gate backward", gate_triton.gate_backward_kernel, {"BR": 16, "BC": 128}, rows="i32")
+
+
+def softmax() -> None:
+    types = dict.fromkeys(["q", "k", "v", "do", "dq", "dk", "dv", "low"], "*bf16") | {"scale": "fp32", "factor": "fp32"}
+    types |= {"lse": "*fp32", "delta": "*fp32", "o": "*fp32", "first": "*i32", "end": "*i32"}
+    of = attention_triton
+    kernels = (of.forward_kernel, of.FORWARD), (of.query_gradient_kernel, of.QUERIES), (of.key_gradient_kernel, of.KEYS)
+    for dk, dv in ((192, 128), (128, 128), (40, 32)):
+        widths = of._widths(torch.empty(1, 1, dk), torch.empty(1, 1, dv))
+        for kernel, shape in kernels:
+            options = {"warps": shape["num_warps"], "stages": shape["num_stages"]}
+            constants = widths | {n: x for n, x in shape.items() if n not in ("num_warps", "num_stages")}
+            build(f"attention {kernel.__name__} {dk} {dv}", kernel, constants, **options, **types)
+    build("attention delta", of.delta_kernel, {"DV": 128, "VA": 128, "BM": 64}, **types | {"do": "*fp32"})
 
 
 def attnres() -> None:
@@ -192,7 +208,21 @@ def muon() -> None:
     build("scale", muon_triton.scale_kernel, {"BLOCK": muon_triton._BLOCK}, 8, **types)
 
 
-ALL = ("situ", "norm", "attnres", "phases", "conv", "moe", "packed", "mla", "router", "head", "histogram", "muon")
+ALL = (
+    "situ",
+    "norm",
+    "softmax",
+    "attnres",
+    "phases",
+    "conv",
+    "moe",
+    "packed",
+    "mla",
+    "router",
+    "head",
+    "histogram",
+    "muon",
+)
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or ALL:

@@ -19,10 +19,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-3), (torch.bfloat16, 1e-2)])  # fp32: TF32 products
-@pytest.mark.parametrize("name", ["situ", "norm", "attnres", "phases", "conv", "moe", "packed", "mla", "head"])
+@pytest.mark.parametrize(
+    "name", ["situ", "norm", "softmax", "attnres", "phases", "conv", "moe", "packed", "mla", "head"]
+)
 def test_against_fp64(name: str, dtype: torch.dtype, bound: float) -> None:
     cases.on_gpu(dtype)
     assert getattr(cases, name)() < bound
+
+
+def test_attention_never_rounds_its_output() -> None:
+    cases.on_gpu(torch.bfloat16)
+    assert cases.kept() < 1e-6
 
 
 def test_histogram_and_optimiser() -> None:

@@ -9,7 +9,21 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 HERE = Path(__file__).resolve().parent
-NAMES = ("situ", "norm", "attnres", "phases", "conv", "moe", "packed", "mla", "router", "head", "histogram", "muon")
+NAMES = (
+    "situ",
+    "norm",
+    "softmax",
+    "attnres",
+    "phases",
+    "conv",
+    "moe",
+    "packed",
+    "mla",
+    "router",
+    "head",
+    "histogram",
+    "muon",
+)
 
 
 def script(name: str, *arguments: str, interpret: bool) -> str:
@@ -26,6 +40,10 @@ def test_against_fp64_in_the_interpreter() -> None:
     lines = script("cases.py", *NAMES, interpret=True).splitlines()
     assert [line.split()[0] for line in lines] == list(NAMES)
     assert max(float(line.split()[1]) for line in lines) < 1e-5, lines
+
+
+def test_attention_never_rounds_its_output() -> None:
+    assert float(script("cases.py", "kept", interpret=True).split()[1]) < 1e-6
 
 
 @pytest.mark.slow

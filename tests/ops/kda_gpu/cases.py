@@ -32,6 +32,12 @@ class Case:
             "delta": True,
         }
 
+    def by_head(self) -> "Case":
+        """The same with one decay a head: the first channel's."""
+        narrow = [x[..., :1] if i in (3, 6) else x for i, x in enumerate(self.leaves)]
+        leaves = [x.detach().clone().requires_grad_() for x in narrow]
+        return Case(leaves, self.lower_bound, self.lengths, self.exports)
+
     def in_fp64(self) -> "Case":
         wide = [x.detach().double().requires_grad_(x.requires_grad) for x in self.leaves]
         return Case(wide, self.lower_bound, self.lengths, self.exports)

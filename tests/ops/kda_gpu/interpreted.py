@@ -7,6 +7,7 @@ from ops.kda_gpu.cases import Case, case, error
 
 from perilune.ops.kda import hopper, hopper_backward
 from perilune.ops.kda.decode import Drafts, decode
+from perilune.ops.kda.reference import reference
 
 PACKED = [0, 100, 1, 0, 64, 65, 0]
 EXPORTS = [(1, 16), (1, 64), (1, 96), (4, 64)]
@@ -57,6 +58,20 @@ def panels() -> float:
 
 def batch() -> float:
     return worst(case([40, 40], heads=1, batch=2))
+
+
+def by_head() -> float:
+    """Gates of one decay a head, values and every gradient."""
+    from perilune.ops.kda.fused import fused
+
+    hopper.accepts = lambda *_: None  # fp32, which the interpreter multiplies
+    it = case([40, 30], heads=1, values=2, lower_bound=None).by_head()
+    wide, found = it.in_fp64(), []
+    for one, op in ((it, fused), (wide, reference)):
+        out = op(*one.leaves[:5], **one.keywords)[:2]
+        seeds = [torch.sin(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape) for x in out]
+        found.append([*out, *torch.autograd.grad(out, one.leaves, seeds)])
+    return max(error(a, b) for a, b in zip(*found))
 
 
 def operator() -> float:

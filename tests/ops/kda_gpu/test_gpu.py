@@ -45,6 +45,19 @@ def test_values_and_gradients(name: str, lower_bound: float | None, slow: bool) 
     assert [error(a, b) for a, b, m in zip(grads, true, limits) if m and error(a, b) > m] == []
 
 
+def test_one_decay_a_head() -> None:
+    it = case([64, 130], heads=2, values=2, key=128, value=128, lower_bound=None, **BF16).by_head()
+    args, keywords = it.leaves[:5], {k: v for k, v in it.keywords.items() if k not in ("export_at", "delta")}
+    o, final, _ = kda(*args, **keywords, impl="fused")
+    wide = it.in_fp64()
+    want = wide.truth()[:2]
+    seeds = [torch.randn_like(x) for x in (o, final)]
+    grads = torch.autograd.grad((o, final), it.leaves, seeds)
+    true = torch.autograd.grad(want, wide.leaves, [s.double() for s in seeds])
+    assert error(o, want[0]) < 0.005 and error(final, want[1]) < 0.005
+    assert [e for a, b in zip(grads[:4], true) if (e := error(a, b)) > 0.015] == []
+
+
 def test_many_identical_keys_with_slow_gates() -> None:
     """16,384 times the same key, β near 1: a power series for the inverse would be NaN here."""
     it = case([16384], heads=1, key=128, value=128, **BF16)

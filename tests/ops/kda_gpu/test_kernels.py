@@ -28,7 +28,7 @@ def test_against_fp64_in_the_interpreter(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bounded", "softplus", "segments", "panels", "batch", "operator"])
+@pytest.mark.parametrize("name", ["bounded", "softplus", "segments", "panels", "batch", "by_head", "operator"])
 def test_more_against_fp64_in_the_interpreter(name: str) -> None:
     # dA_log of fast gates is a sum of large terms that cancel: 5e-5 in fp32.
     assert float(script("interpreted.py", name, interpret=True).split()[1]) < 1e-4
