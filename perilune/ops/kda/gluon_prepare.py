@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs
-"""`triton_prepare` for bounded gates on Hopper, with the data laid out by hand: same factors, a third of the time.
+"""`triton_prepare` for bounded gates on Hopper, with the data laid out by hand: same factors, a quarter of the time.
 
-A warp owns a block of 16 tokens. Its rows lie in registers as the tensor cores want them, 16 bytes an access, so
-products of a block with itself exchange nothing. Log-decays are summed where a thread holds a whole column of the
-block, relative to the block's middle m: 2^(G − m) spans 2^±58. For a pair of blocks I > J only the columns are scaled
-once more, by 2^(m_I − m_J), in the warp that owns them:
+A program starts all its copies at once and reads every input once. A warp owns a block of 16 tokens. Its rows lie in
+registers as the tensor cores want them, 16 bytes an access, so products of a block with itself exchange nothing.
+Log-decays are summed where a thread holds a whole column of the block, relative to the block's middle m: 2^(G − m)
+spans 2^±58. For a pair of blocks I > J only the columns are scaled once more, by 2^(m_I − m_J), in the warp that owns
+them, and wait for their readers where k and the decays they came from lay:
 
     A_IJ = (k·2^(G − m_I))_I · (k·2^(m_J − G)·2^(m_I − m_J))_Jᵀ
 
@@ -12,16 +13,20 @@ A factor underflows only where the product does. The inverse doubles inside a bl
 then merges blocks 1, 0 and 3, 2, then the halves. An accumulator is the left operand of the next product as it stands
 and the right operand of one with its transpose, so X and Xᵀ are carried together and nothing is shuffled; TF32.
 
+Row i of a product is token i3·2 + i21·4 + i0 of its block (`by_token`): then four columns that a thread holds are four
+tokens in a row, 8 bytes of the output.
+
 Shapes: C = 64 tokens in 4 blocks of 16; K channels, 64 at a time for the decays and 32 for the rest; 4 warps.
 Blocks (0,1,2,3) are also seen as (half, place): "beside" is 0 to 1 and 2 to 3, "beyond" is 0, 1 to 2 and to 3.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
 
 LOG2E = gl.constexpr(1.4426950408889634)
 NEVER = gl.constexpr(-3e38)  # a raw gate whose decay is exactly 1
+C = gl.constexpr(64)
 
 
 @gluon.constexpr_function
@@ -47,22 +52,45 @@ def columns():
 
 
 @gluon.constexpr_function
-def quads(width, swapped):
-    """[2,2,16,width], blocks as (half, place in it) or, swapped, (place, half), in the layout of the products."""
-    warps = [[1, 0, 0, 0], [0, 1, 0, 0]] if swapped else [[0, 1, 0, 0], [1, 0, 0, 0]]
-    t, own = (8, [1, 2, 4]) if width == 32 else (2, [1, 8])
-    registers = [[0, 0, 0, r] for r in own] + [[0, 0, 8, 0]]
-    lanes = [[0, 0, 0, t], [0, 0, 0, 2 * t], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [2, 2, 16, width])
+def wide():
+    """[4,16,32]: a thread has eight channels of two tokens, two apart."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 2, 0]],
+        [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 4, 0], [0, 8, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 16, 32],
+    )  # fmt: skip
 
 
 @gluon.constexpr_function
-def wide():
-    """[4,16,32]: a thread has eight channels of two rows."""
+def copied(K, W):
+    """[K/W,4,16,W]: how rows are fetched, 16 bytes an access, 8 or 4 lanes to a row of a tile."""
+    lanes = [[0, 0, 0, 8], [0, 0, 0, 16], [0, 0, 0, 32], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0]]
+    if W == 32:
+        lanes.remove([0, 0, 0, 32])
+    tiles = [[1, 0, 0, 0], [2, 0, 0, 0]][: (K // W).bit_length() - 1]
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], *lanes[5:], *tiles]
+    return gl.DistributedLinearLayout(registers, lanes[:5], [[0, 1, 0, 0], [0, 2, 0, 0]], [], [K // W, 4, 16, W])
+
+
+@gluon.constexpr_function
+def square():
+    """[4,16,16] by token: an accumulator whose rows and columns are tokens again."""
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0]],
-        [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 16, 32],
+        [[0, 0, 1], [0, 0, 2], [0, 2, 0]],
+        [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 4, 0], [0, 8, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 16, 16],
     )  # fmt: skip
+
+
+@gluon.constexpr_function
+def quads(width, swapped):
+    """[2,2,16,width], blocks as (half, place in it) or, swapped, (place, half), in the layout of the products."""
+    warps = [[1, 0, 0, 0], [0, 1, 0, 0]] if swapped else [[0, 1, 0, 0], [1, 0, 0, 0]]
+    if width == 32:
+        registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 2, 0]]
+        lanes = [[0, 0, 0, 8], [0, 0, 0, 16], [0, 0, 1, 0], [0, 0, 4, 0], [0, 0, 8, 0]]
+    else:
+        registers = [[0, 0, 0, 1], [0, 0, 0, 8], [0, 0, 8, 0]]
+        lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [2, 2, 16, width])
 
 
 @gluon.jit
@@ -92,21 +120,27 @@ def widen(x):
 
 
 @gluon.jit
+def halves(x):
+    """fp32 to bf16, two at a time, after whatever chose x."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
 def reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def sigmoid(x):
-    return reciprocal(1.0 + gl.exp2(-LOG2E * x))
+def power(x):
+    """2^x."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def beta_of(beta, block, j, stride, count):
-    """β of the columns of a tile, [4,1,16]."""
-    place = block * 16 + j
-    b = gl.load(beta + place * stride, mask=place < count, other=0.0).to(gl.float32)
-    return gl.where(place < count, sigmoid(b), 0.0)
+def sigmoid(x):
+    return reciprocal(1.0 + gl.exp2(-LOG2E * x))
 
 
 @gluon.jit
@@ -146,8 +180,10 @@ def times_t(a, b, acc):
 
 @gluon.jit
 def in_steps(x):
-    """Channels of [4,16,64] renumbered so that a thread's neighbouring pairs meet in one step of the product."""
-    return gl.reshape(gl.permute(gl.reshape(x, (4, 16, 4, 4, 2)), (0, 1, 3, 2, 4)), (4, 16, 32))
+    """[4,16,32] renumbered so that what a thread has of it is what a product wants of it: rows t = (t3 t2, t1, t0)
+    as (t1, t3 t2, t0), and neighbouring pairs of channels in one step."""
+    x = gl.permute(gl.reshape(x, (4, 4, 2, 2, 4, 4, 2)), (0, 2, 1, 3, 5, 4, 6))
+    return gl.reshape(x, (4, 16, 32))
 
 
 @gluon.jit
@@ -168,6 +204,20 @@ def products(rows_kq, cols_k, acc):
 
 
 @gluon.jit
+def by_token(x):
+    """An accumulator [4,16,16] with rows and columns in the order of tokens: registers renamed."""
+    x = gl.permute(gl.reshape(x, (4, 2, 4, 2, 2, 4, 2)), (0, 2, 1, 3, 5, 4, 6))
+    return gl.convert_layout(gl.reshape(x, (4, 16, 16)), square())
+
+
+@gluon.jit
+def by_row(x):
+    """[4,16,16] by token, in the order of a product's rows and columns: `by_token` undone."""
+    x = gl.permute(gl.reshape(x, (4, 4, 2, 2, 4, 2, 2)), (0, 2, 1, 3, 5, 4, 6))
+    return gl.convert_layout(gl.reshape(x, (4, 16, 16)), block())
+
+
+@gluon.jit
 def first_of_half(room):
     """[4,16,n] from [2,2,16,n] by (half, place): every block gets the first of its half."""
     n: gl.constexpr = room.shape[3]
@@ -177,14 +227,14 @@ def first_of_half(room):
 
 @gluon.jit
 def for_place(room, j: gl.constexpr):
-    """[4,16,64] from [2,4,16,64] by (target's place, block): what block j made for each."""
+    """[4,16,32] from [2,4,16,32] by (target's place, block): what block j made for each."""
     x = room.slice(j, 1, dim=1).load(quads(32, True))
     x = gl.broadcast(x, gl.zeros((2, 2, 16, 32), x.dtype, quads(32, True)))[0]
     return gl.reshape(gl.permute(x, (1, 0, 2, 3)), (4, 16, 32))
 
 
 @gluon.jit
-def square(x):
+def to_block(x):
     return gl.convert_layout(x, block())
 
 
@@ -193,7 +243,7 @@ def of_block(room, b: gl.constexpr):
     """Block b of [2,2,16,16] for every warp."""
     x = room.slice(b // 2, 1, dim=0).slice(b % 2, 1, dim=1).load(quads(16, False))
     x = gl.broadcast(x, gl.zeros((2, 2, 16, 16), x.dtype, quads(16, False)))[0]
-    return square(gl.reshape(x, (4, 16, 16)))
+    return to_block(gl.reshape(x, (4, 16, 16)))
 
 
 @gluon.jit
@@ -201,35 +251,43 @@ def of_second(room, c: gl.constexpr):
     """Block 2 of [2 (c),4,16,16] for every warp."""
     x = room.slice(c, 1, dim=0).slice(2, 1, dim=1).load(quads(16, False))
     x = gl.broadcast(x, gl.zeros((2, 2, 16, 16), x.dtype, quads(16, False)))[0]
-    return square(gl.reshape(x, (4, 16, 16)))
+    return to_block(gl.reshape(x, (4, 16, 16)))
 
 
 @gluon.jit
 def put(room, x):
     """2^x, [4,64] by channel, into [2,4,32] by half."""
-    room.store(gl.permute(gl.reshape(gl.exp2(x), (4, 2, 32)), (1, 0, 2)))
+    room.store(gl.permute(gl.reshape(power(x), (4, 2, 32)), (1, 0, 2)))
 
 
 @gluon.jit
-def over(room, part, K: gl.constexpr):
-    """Channels [32·part, 32·part + 32) of a number a block and channel, to broadcast over [4,16,32]."""
-    room = room._reinterpret(gl.float32, [K // 32, 4, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+def over(room, part):
+    """Channels of 32-part `part` of a number a block and channel, to broadcast over [4,16,32]."""
+    room = room._reinterpret(gl.float32, [2, 4, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     return gl.expand_dims(room.index(part).load(gl.SliceLayout(1, wide())), 1)
+
+
+@gluon.jit
+def doubled(X, Xt, part):
+    """X + X·part·X and its transpose: blocks of twice the size."""
+    zero = gl.zeros((4, 16, 16), gl.float32, block())
+    X_op, Xt_op = tf32(X), tf32(Xt)
+    Pt = tf32(times_t(Xt_op, part, zero))
+    return times_t(X_op, Pt, X), times_t(Pt, X_op, Xt)
 
 
 @gluon.jit
 def own_inverse(N):
     """X, Xᵀ for X = (I − N)⁻¹ of each block, N [4,16,16] strictly lower."""
-    i, j = rows(block()), cols(16, block())
     zero = gl.zeros((4, 16, 16), gl.float32, block())
-    X = gl.where(i == j, 1.0, zero)
-    Xt = X
-    for level in gl.static_range(4):
-        part = gl.where(((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level)), N, 0.0)
-        X_op, Xt_op = tf32(X), tf32(Xt)
-        Pt = tf32(times_t(Xt_op, part, zero))
-        X, Xt = times_t(X_op, Pt, X), times_t(Pt, X_op, Xt)
-    return X, Xt
+    # Bits 0, 3, 1, 2 of a row are bits 0 to 3 of its token; a level's tiles are those that first differ in its bit.
+    apart = rows(block()) ^ cols(16, block())
+    one = gl.where(apart == 0, 1.0, zero)
+    part = gl.where(apart == 1, N, 0.0)
+    X, Xt = one + part, times_t(one, part, one)
+    X, Xt = doubled(X, Xt, gl.where((apart & 14) == 8, N, 0.0))
+    X, Xt = doubled(X, Xt, gl.where((apart & 6) == 2, N, 0.0))
+    return doubled(X, Xt, gl.where((apart & 4) == 4, N, 0.0))
 
 
 @gluon.jit
@@ -243,7 +301,7 @@ def inverse(near, pair, far0, far1):
     own, own_t = own_inverse(tf32(near))
     X, Xt = tf32(own), tf32(own_t)
     room_x.store(gl.reshape(Xt, (2, 2, 16, 16)))
-    Wt = tf32(times_t(square(first_of_half(room_x)), tf32(pair), zero))
+    Wt = tf32(times_t(to_block(first_of_half(room_x)), tf32(pair), zero))
     S = times_t(X, Wt, zero)
     room_t.store(gl.reshape(tf32(times_t(Wt, X, zero)), (2, 2, 16, 16)))
     far0, far1 = tf32(far0), tf32(far1)
@@ -259,14 +317,15 @@ def inverse(near, pair, far0, far1):
 
 
 @gluon.jit
-def inverse_norms(x, stride, live, K: gl.constexpr):
-    """1 / sqrt(Σx² + 1e-6) of a block's rows [4,16]: the squares are the diagonal of the block times itself."""
+def inverse_norms(room, K: gl.constexpr):
+    """1 / sqrt(Σx² + 1e-6) of a block's rows, [4,16,1]: the squares are the diagonal of the block times itself."""
     acc: gl.constexpr = block()
     xx = gl.zeros((4, 16, 16), gl.float32, acc)
     for part in gl.static_range(K // 32):
-        tile = gl.load(x + rows_of(stride) + 32 * part, mask=live, other=0.0)
+        tile = room.index(part).load(wide())
         xx = mma_v2(left_rows(tile), right_rows(tile), xx)
-    r = gl.rsqrt(gl.sum(gl.where(rows(acc) == cols(16, acc), xx, 0.0), 2) + 1e-6)
+    r = by_token(gl.where(rows(acc) == cols(16, acc), xx, 0.0))
+    r = gl.rsqrt(gl.sum(r, 2) + 1e-6)
     return gl.expand_dims(gl.convert_layout(r, gl.SliceLayout(2, wide())), 2)
 
 
@@ -277,17 +336,63 @@ def rows_of(stride):
 
 
 @gluon.jit
+def fetch(x, stride, count, K: gl.constexpr, W: gl.constexpr):
+    """Starts to copy 64 rows of K numbers, W a tile; rows from `count` on become zeros. The tiles [K/W,4,16,W]."""
+    by: gl.constexpr = copied(K, W)
+    one: gl.constexpr = gl.SliceLayout(0, by)
+    room = gl.allocate_shared_memory(gl.bfloat16, [K // W, 4, 16, W], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+    tile = gl.arange(0, K // W, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, by))))
+    tile = gl.expand_dims(gl.expand_dims(gl.expand_dims(tile, 1), 2), 3)
+    place = gl.expand_dims(blocks(one) * 16 + rows(one), 0)
+    at = place * stride + gl.expand_dims(cols(W, one), 0) + tile * W
+    async_copy.async_copy_global_to_shared(room, x + at, mask=(place < count) & (tile >= 0))
+    return room._reinterpret(gl.bfloat16, [K // W, 4, 16, W], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
+
+@gluon.jit
+def betas(beta, stride, count):
+    """Raw β of rows (kind 0) and of the columns of a block's four tiles (kinds 0 to 3), [4 (kind),64]."""
+    by: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    kind = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, by)), 1)
+    place = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, by)), 0)
+    m = place >> 4
+    far = ((m >> 1) ^ 1) * 2 + (kind & 1)
+    of = gl.where(kind == 0, m, gl.where(kind == 1, m ^ 1, far)) * 16 + (place & 15)
+    return gl.load(beta + of * stride, mask=of < count, other=NEVER)
+
+
+@gluon.jit
+def settle(b):
+    """Their sigmoids, where all can read them."""
+    room = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    room.store(sigmoid(b.to(gl.float32)))
+    return room._reinterpret(gl.float32, [4, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def beta_columns(room, kind: gl.constexpr):
+    return gl.expand_dims(room.index(kind).load(gl.SliceLayout(1, square())), 1)
+
+
+@gluon.jit
+def decays(z, slope, bias, unit):
+    """Running log2-decays of each block [4,16,64] from raw gates, and those of its rows 7 and 15."""
+    G = gl.associative_scan(reciprocal(power(widen(z) * slope + bias) * unit + unit), 1, add)
+    return G, row_of(G, 7), row_of(G, 15)
+
+
+@gluon.jit
 def prepare_kernel(
     q, k, gate, beta, A_log, dt_bias, chunks,
     kd, qd, kr, p, aqk, decay,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, b_b, b_t, b_h, T, scale, lower_bound, first,
     HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
-    C: gl.constexpr = 64
     bf16: gl.constexpr = gl.bfloat16
     acc: gl.constexpr = block()
     full: gl.constexpr = wide()
     thin: gl.constexpr = columns()
+    flat1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     plain3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     slim: gl.constexpr = gl.SliceLayout(1, thin)
@@ -302,32 +407,50 @@ def prepare_kernel(
     gate += b * g_b + t * g_t + head * g_h
     beta += b * b_b + t * b_t + head * b_h
 
-    live = blocks(full) * 16 + rows(full) < count
-    rk = inverse_norms(k, k_t, live, K)
-    rq = inverse_norms(q, q_t, live, K) * scale
-
+    raw_g = fetch(gate, g_t, count, K, 64)
+    raw_k = fetch(k, k_t, count, K, 32)
+    raw_q = fetch(q, q_t, count, K, 32)
+    async_copy.commit_group()
+    raw_b = betas(beta, b_t, count)
+    c2 = cols(64, thin)
+    dt_bias += head * K
+    bias = gl.load(dt_bias + c2)
     rate = gl.minimum(gl.maximum(gl.exp(gl.load(A_log + head).to(gl.float32)), 1e-30), 1e37)
     slope = -LOG2E * rate
     unit = 1.0 / (lower_bound * LOG2E)
-    ends = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    mids = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    room = gl.allocate_shared_memory(
-        gl.float32, [K // 64, 2, 4, 16, 32], gl.SwizzledSharedLayout(4, 1, 2, [3, 2, 1, 0])
-    )
-    to_start = gl.allocate_shared_memory(gl.float32, [K // 64, 2, 4, 32], plain3)
-    to_end = gl.allocate_shared_memory(gl.float32, [K // 64, 2, 4, 32], plain3)
-    to_pair = gl.allocate_shared_memory(gl.float32, [K // 64, 2, 4, 32], plain3)
-    to_2 = gl.allocate_shared_memory(gl.float32, [K // 64, 2, 4, 32], plain3)
-    to_3 = gl.allocate_shared_memory(gl.float32, [K // 64, 2, 4, 32], plain3)
+    ends = gl.allocate_shared_memory(gl.float32, [4, 64], flat1)
+    mids = gl.allocate_shared_memory(gl.float32, [4, 64], flat1)
+    room = gl.allocate_shared_memory(gl.float32, [2, 4, 16, 32], gl.SwizzledSharedLayout(4, 1, 2, [3, 2, 1, 0]))
+    to_start = gl.allocate_shared_memory(gl.float32, [2, 4, 32], plain3)
+    to_end = gl.allocate_shared_memory(gl.float32, [2, 4, 32], plain3)
+    to_pair = gl.allocate_shared_memory(gl.float32, [2, 4, 32], plain3)
+    to_2 = gl.allocate_shared_memory(gl.float32, [2, 4, 32], plain3)
+    to_3 = gl.allocate_shared_memory(gl.float32, [2, 4, 32], plain3)
+    async_copy.wait_group(0)
+    room_b = settle(raw_b)
+    if count < C:
+        place = blocks(thin) * 16 + rows(thin)
+        for h in gl.static_range(K // 64):
+            raw_g.index(h).store(gl.where(place < count, raw_g.index(h).load(thin), NEVER).to(bf16))
+    rk = inverse_norms(raw_k, K)
+    rq = inverse_norms(raw_q, K) * scale
+
     n = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, thin))), 1)
-    place = blocks(thin) * 16 + rows(thin)
+    c1 = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, slim)), 0)
+    zero = gl.zeros((4, 16, 16), gl.float32, acc)
+    near, pair, far0, far1 = (zero, zero), (zero, zero), (zero, zero), (zero, zero)
+    by_half = room._reinterpret(gl.float32, [2, 4, 16, 32], gl.SwizzledSharedLayout(4, 1, 2, [2, 1, 0]))
+    beyond_all = room._reinterpret(bf16, [2, 2, 4, 16, 32], plain)
+    beside_all = raw_k._reinterpret(bf16, [K // 32, 2, 2, 16, 32], plain)
+    out = rows_of(K)
+    kd += pid * (C * K)
+    qd += pid * (C * K)
+    kr += pid * (C * K)
     for h in range(0, K // 64):
-        z = widen(gl.load(gate + place * g_t + (cols(64, thin) + 64 * h), mask=place < count, other=NEVER))
-        bias = gl.load(dt_bias + head * K + 64 * h + cols(64, thin)).to(gl.float32) * slope
-        G = gl.associative_scan(reciprocal(gl.exp2(z * slope + bias) * unit + unit), 1, add)
-        mid, end = row_of(G, 7), row_of(G, 15)
+        G, mid, end = decays(raw_g.index(h).load(thin), slope, bias.to(gl.float32) * slope, unit)
+        bias = gl.load(dt_bias + (64 * h + 64) % K + c2)
         D = G - gl.expand_dims(mid, 1)
-        room.index(h).store(gl.permute(gl.reshape(D, (4, 16, 2, 32)), (2, 0, 1, 3)))
+        room.store(gl.permute(gl.reshape(D, (4, 16, 2, 32)), (2, 0, 1, 3)))
         mids.store(mid)
         ends.store(end)
         e0, e1, e2, e3 = (
@@ -341,66 +464,55 @@ def prepare_kernel(
         m3 = e0 + e1 + e2 + mids.slice(3, 1).load(slim)
         total = e0 + e1 + e2 + e3
         middle = gl.where(n == 0, mid, gl.where(n == 1, m1, gl.where(n == 2, m2, m3)))
-        put(to_start.index(h), middle)
-        put(to_end.index(h), total - middle)
-        put(to_pair.index(h), gl.where(n < 2, m1, m3) - middle)
-        put(to_2.index(h), m2 - middle)
-        put(to_3.index(h), m3 - middle)
-        c1 = gl.arange(0, 64, layout=gl.SliceLayout(0, slim))
-        gl.store(decay + pid * K + 64 * h + gl.expand_dims(c1, 0) + n * 0, gl.exp2(total + n * 0), mask=n == 0)
+        put(to_start, middle)
+        put(to_end, total - middle)
+        put(to_pair, gl.where(n < 2, m1, m3) - middle)
+        put(to_2, m2 - middle)
+        put(to_3, m3 - middle)
+        gl.store(decay + pid * K + 64 * h + c1 + n * 0, power(total + n * 0), mask=n == 0)
+        for half in range(0, 2):
+            part = 2 * h + half
+            kn, qn = widen(raw_k.index(part).load(full)) * rk, widen(raw_q.index(part).load(full)) * rq
+            Dw = by_half.index(half).load(full)
+            rise, fall = power(Dw), power(-Dw)
+            start_c = over(to_start, half)
+            k_rise, k_fall, q_rise = -(kn * rise), kn * fall, qn * rise
+            gl.store(kd + out, (k_rise * start_c).to(bf16))
+            gl.store(qd + out, (q_rise * start_c).to(bf16))
+            gl.store(kr + out, (k_fall * over(to_end, half)).to(bf16))
+            beside, beyond = beside_all.index(part), beyond_all.index(half)
+            beside.store(gl.reshape((k_fall * over(to_pair, half)).to(bf16), (2, 2, 16, 32)))
+            beyond.slice(0, 1, dim=0).store(gl.reshape((k_fall * over(to_2, half)).to(bf16), (1, 4, 16, 32)))
+            beyond.slice(1, 1, dim=0).store(gl.reshape((k_fall * over(to_3, half)).to(bf16), (1, 4, 16, 32)))
+            kd += 32
+            qd += 32
+            kr += 32
+            both = (left_rows(k_rise.to(bf16)), left_rows(q_rise.to(bf16)))
+            near = products(both, k_fall.to(bf16), near)
+            pair = products(both, first_of_half(beside), pair)
+            far0 = products(both, for_place(beyond, 0), far0)
+            far1 = products(both, for_place(beyond, 1), far1)
 
-    zero = gl.zeros((4, 16, 16), gl.float32, acc)
-    near, pair, far0, far1 = (zero, zero), (zero, zero), (zero, zero), (zero, zero)
-    by_part = room._reinterpret(gl.float32, [K // 32, 4, 16, 32], gl.SwizzledSharedLayout(4, 1, 2, [2, 1, 0]))
-    beside = gl.allocate_shared_memory(bf16, [2, 2, 16, 32], plain)
-    beyond = gl.allocate_shared_memory(bf16, [2, 4, 16, 32], plain)
-    out = pid * C * K + rows_of(K)
-    kp, qp = k + rows_of(k_t), q + rows_of(q_t)
-    kx, qx = gl.load(kp, mask=live, other=0.0), gl.load(qp, mask=live, other=0.0)
-    for part in range(0, K // 32):
-        kn, qn = widen(kx) * rk, widen(qx) * rq
-        more = live & (part + 1 < K // 32)
-        kp += 32
-        qp += 32
-        kx, qx = gl.load(kp, mask=more, other=0.0), gl.load(qp, mask=more, other=0.0)
-        D = by_part.index(part).load(full)
-        rise, fall = gl.exp2(D), gl.exp2(-D)
-        start_c = over(to_start, part, K)
-        k_rise, k_fall, q_rise = -(kn * rise), kn * fall, qn * rise
-        gl.store(kd + out, (k_rise * start_c).to(bf16))
-        gl.store(qd + out, (q_rise * start_c).to(bf16))
-        gl.store(kr + out, (k_fall * over(to_end, part, K)).to(bf16))
-        beside.store(gl.reshape((k_fall * over(to_pair, part, K)).to(bf16), (2, 2, 16, 32)))
-        beyond.slice(0, 1, dim=0).store(gl.reshape((k_fall * over(to_2, part, K)).to(bf16), (1, 4, 16, 32)))
-        beyond.slice(1, 1, dim=0).store(gl.reshape((k_fall * over(to_3, part, K)).to(bf16), (1, 4, 16, 32)))
-        out += 32
-        both = (left_rows(k_rise.to(bf16)), left_rows(q_rise.to(bf16)))
-        near = products(both, k_fall.to(bf16), near)
-        pair = products(both, first_of_half(beside), pair)
-        far0 = products(both, for_place(beyond, 0), far0)
-        far1 = products(both, for_place(beyond, 1), far1)
-
-    m = blocks(acc)
-    i, j = rows(acc), cols(16, acc)
-    place = m * 16 + i
-    bi = gl.load(beta + place * b_t, mask=place < count, other=0.0).to(gl.float32)
-    bi = gl.where(place < count, sigmoid(bi), 0.0)
+    m = blocks(square())
+    i, j = rows(square()), cols(16, square())
     odd, late = (m & 1) == 1, m >= 2
     # Where the four tiles of a block go; the ones that hold nothing fill the zeros above the diagonal.
-    c0, c1, c2 = m, m ^ 1, ((m >> 1) ^ 1) * 2
-    at = pid * C * C + place * C + j
-    gl.store(aqk + at + c0 * 16, gl.where(i >= j, near[1], 0.0).to(bf16))
-    gl.store(aqk + at + c1 * 16, gl.where(odd, pair[1], 0.0).to(bf16))
-    gl.store(aqk + at + c2 * 16, gl.where(late, far0[1], 0.0).to(bf16))
-    gl.store(aqk + at + c2 * 16 + 16, gl.where(late, far1[1], 0.0).to(bf16))
+    at = (m * 16 + i) * C + j
+    t0, t1, t2 = m * 16, (m ^ 1) * 16, ((m >> 1) ^ 1) * 32
+    aqk += pid * (C * C)
+    gl.store(aqk + (at + t0), halves(gl.where(i >= j, by_token(near[1]), 0.0)))
+    gl.store(aqk + (at + t1), halves(gl.where(odd, by_token(pair[1]), 0.0)))
+    gl.store(aqk + (at + t2), halves(gl.where(late, by_token(far0[1]), 0.0)))
+    gl.store(aqk + (at + t2 + 16), halves(gl.where(late, by_token(far1[1]), 0.0)))
 
     # k_rise has the sign of −k: the products are N already.
+    bi = gl.expand_dims(room_b.index(0).load(gl.SliceLayout(2, square())), 2)
     X, S, Z0, Z1 = inverse(
-        gl.where(i > j, near[0] * bi, 0.0), gl.where(odd, pair[0] * bi, 0.0),
-        gl.where(late, far0[0] * bi, 0.0), gl.where(late, far1[0] * bi, 0.0),
+        by_row(gl.where(i > j, by_token(near[0]) * bi, 0.0)), by_row(gl.where(odd, by_token(pair[0]) * bi, 0.0)),
+        by_row(gl.where(late, by_token(far0[0]) * bi, 0.0)), by_row(gl.where(late, by_token(far1[0]) * bi, 0.0)),
     )  # fmt: skip
-    p_at = p + at
-    gl.store(p_at + c0 * 16, (X * beta_of(beta, c0, j, b_t, count)).to(bf16))
-    gl.store(p_at + c1 * 16, (S * beta_of(beta, c1, j, b_t, count)).to(bf16))
-    gl.store(p_at + c2 * 16, (Z0 * beta_of(beta, c2, j, b_t, count)).to(bf16))
-    gl.store(p_at + c2 * 16 + 16, (Z1 * beta_of(beta, c2 + 1, j, b_t, count)).to(bf16))
+    p += pid * (C * C)
+    gl.store(p + (at + t0), halves(by_token(X) * beta_columns(room_b, 0)))
+    gl.store(p + (at + t1), halves(by_token(S) * beta_columns(room_b, 1)))
+    gl.store(p + (at + t2), halves(by_token(Z0) * beta_columns(room_b, 2)))
+    gl.store(p + (at + t2 + 16), halves(by_token(Z1) * beta_columns(room_b, 3)))

@@ -109,13 +109,16 @@ def by_hand(inputs: Sequence[Tensor], problem: Problem) -> bool:
 def prepare(inputs: Sequence[Tensor], problem: Problem, chunks: Tensor, first: int, count: int, to: Workspace) -> None:
     """Fills the workspace with the factors of chunks [first, first + count)."""
     q, k, gate, beta, A_log, dt_bias = inputs
+    hopper = by_hand(inputs, problem)
+    if hopper:
+        q, k, gate = aligned(q), aligned(k), aligned(gate)
     arguments = (
         q, k, gate, beta, A_log, dt_bias, chunks, *to.all(),
         *q.stride()[:3], *k.stride()[:3], *gate.stride()[:3], *beta.stride(),
         problem.tokens, problem.scale, problem.lower_bound or 0.0, first,
     )  # fmt: skip
     settings = {"HV": problem.heads, "GROUP": problem.heads // problem.key_heads, "K": problem.key}
-    if by_hand(inputs, problem):
+    if hopper:
         from perilune.ops.kda import gluon_prepare
 
         gluon_prepare.prepare_kernel[(count * problem.heads,)](*arguments, **settings, num_warps=4, maxnreg=168)
@@ -124,6 +127,12 @@ def prepare(inputs: Sequence[Tensor], problem: Problem, chunks: Tensor, first: i
         *arguments, **settings, KB=32, BOUNDED=problem.bounded, FLOORED=problem.lower_bound is not None,
         PRECISION="tf32", num_warps=4, num_stages=1,
     )  # fmt: skip
+
+
+def aligned(x: Tensor) -> Tensor:
+    """[B,T,H,K] whose rows can be fetched 16 bytes at a time; a copy where they cannot."""
+    fits = all(s % 16 == 0 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def copyable(v: Tensor) -> Tensor:

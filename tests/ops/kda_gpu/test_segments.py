@@ -110,3 +110,19 @@ def test_the_copy_engine_gets_values_it_can_read() -> None:
         assert made.data_ptr() != v.data_ptr() and torch.equal(made, v)
         values = hopper.descriptors(to, made, 64)[3]
         assert values.shape == [v.shape[0] * v.shape[1], 128] and values.strides[0] == 128
+
+
+def test_rows_are_fetched_sixteen_bytes_at_a_time_or_copied() -> None:
+    """A compiler that is not told a stride is a multiple of 16 numbers cannot use such accesses."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from perilune.ops.kda import hopper
+
+    flat = torch.randn(40000).bfloat16()
+    kept = flat[: 16 * 272].view(1, 16, 272)[..., 16:144].unflatten(-1, (2, 64))
+    assert hopper.aligned(kept) is kept
+    for x in (
+        flat[8 : 16 * 264 + 8].view(1, 16, 264)[..., :128].unflatten(-1, (2, 64)),
+        flat[1:2049].view(1, 16, 2, 64),
+    ):
+        made = hopper.aligned(x)
+        assert made.is_contiguous() and torch.equal(made, x)
