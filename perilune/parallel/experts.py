@@ -4,6 +4,7 @@
 
 Backward keeps the rows and the gate-up product and recomputes the rest; it asks the loan for the borrowed weights,
 which other layers have overwritten since, and writes their gradients where their homes will fetch them.
+On an NVIDIA GPU what surrounds the products is a kernel each (`ops.experts_triton`).
 Weights in the released orientation: gate_up [E,2I,H] (gate first), down [E,H,I]. Rows N, width H, expert width I.
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from perilune.ops.dispatch import fused, kernels
 from perilune.ops.experts import Activation
 from perilune.parallel.loans import Loan
 from perilune.parallel.products import product, weight_gradients
@@ -47,10 +49,10 @@ class _Mlp(torch.autograd.Function):
     ) -> Tensor:
         ends = loan.traffic.ends
         h = product(rows, gate_up.mT, lent_gate_up.mT, ends)
-        a = act.forward(*h.chunk(2, -1)).mul_(weight.unsqueeze(-1))
+        a = _activate(h, weight, act)
         ctx.save_for_backward(rows, weight, ends, h, gate_up, down)
         ctx.loan, ctx.act = loan, act
-        return product(a.to(rows.dtype), down.mT, lent_down.mT, ends)
+        return product(a, down.mT, lent_down.mT, ends)
 
     @staticmethod
     @once_differentiable
@@ -60,14 +62,29 @@ class _Mlp(torch.autograd.Function):
         lent_gate_up, lent_down = ctx.loan.slots()
         dlent_gate_up, dlent_down = ctx.loan.gradient_slots()
         dy = dy.to(rows.dtype).contiguous()  # grouped products refuse expanded cotangents
-        gate, up = h.chunk(2, -1)
         da = product(dy, down, lent_down, ends)
-        wide = da.to(torch.promote_types(da.dtype, torch.float32))
-        per_row = weight.unsqueeze(-1).to(wide.dtype)
-        a, dgate, dup = ctx.act.gradients(gate, up, wide * per_row)
-        dweight = torch.linalg.vecdot(a, wide).to(weight.dtype)
-        ddown = weight_gradients(dy, a.mul_(per_row).to(rows.dtype), dlent_down, ends, local)
-        dh = torch.cat([dgate, dup], -1).to(rows.dtype)
+        dh, a, dweight = _activate_backward(h, da, weight, ctx.act)
+        ddown = weight_gradients(dy, a, dlent_down, ends, local)
         dgate_up = weight_gradients(dh, rows, dlent_gate_up, ends, local)
         drows = product(dh, gate_up, lent_gate_up, ends)
         return drows, dweight, dgate_up, ddown, dlent_gate_up, dlent_down, None, None
+
+
+def _activate(h: Tensor, weight: Tensor, act: Activation) -> Tensor:
+    """weight · act(gate, up) [N, I] of h [N, 2I], in h's dtype."""
+    if fused("exchanged experts", "auto", h):
+        a: Tensor = kernels("experts_triton").activate(h, weight, None, *act.rules)
+        return a
+    return act.forward(*h.chunk(2, -1)).mul_(weight.unsqueeze(-1)).to(h.dtype)
+
+
+def _activate_backward(h: Tensor, da: Tensor, weight: Tensor, act: Activation) -> tuple[Tensor, Tensor, Tensor]:
+    """(dh [N, 2I], weight · act [N, I], both in h's dtype, d weight [N]) from da, the gradient of weight · act."""
+    if fused("exchanged experts", "auto", h):
+        dh, a, dweight = kernels("experts_triton").activate_backward(h, da, weight, None, *act.rules)
+        return dh, a, dweight.to(weight.dtype)
+    wide = da.to(torch.promote_types(da.dtype, torch.float32))
+    per_row = weight.unsqueeze(-1).to(wide.dtype)
+    a, dgate, dup = act.gradients(*h.chunk(2, -1), wide * per_row)
+    dweight = torch.linalg.vecdot(a, wide).to(weight.dtype)
+    return torch.cat([dgate, dup], -1).to(h.dtype), a.mul_(per_row).to(h.dtype), dweight

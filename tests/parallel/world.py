@@ -20,6 +20,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 LIMIT = 420.0  # seconds for a whole world
+SHARED_GPU = "gloo-shared-gpu"  # all processes on one GPU, which they use in turn; collectives over gloo
 
 
 @cache
@@ -29,6 +30,7 @@ def results(size: int, module: str, backend: str = "gloo") -> dict[str, str]:
         out = Path(folder) / "results.json"
         env = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}", "OMP_NUM_THREADS": "1"}
         env |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+        env |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if backend == SHARED_GPU else {}
         ranks = [
             subprocess.Popen(
                 [sys.executable, __file__, str(rank), str(size), module, folder, backend],
@@ -64,10 +66,14 @@ def main(rank: int, size: int, module: str, folder: Path, backend: str) -> None:
 
     from perilune.parallel.fabric import Collective
 
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    if backend in ("nccl", SHARED_GPU):
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=120)
+        backend.split("-")[0],
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=120),
     )
     fabric = Collective(debug=backend == "gloo")
     found = {}

@@ -28,7 +28,7 @@ from perilune.model.shards import replace_directory
 from perilune.ops.memory import keep_freed_memory
 from perilune.train.checkpoint import Checkpoint, CheckpointError, rng_state, set_rng_state
 from perilune.train.clip import qk_clip
-from perilune.train.loop import Trainer
+from perilune.train.loop import MAY_CHANGE, Trainer
 from perilune.train.loss import second_target_count
 from perilune.train.machine import pick_device, pick_precision
 from perilune.train.mesh.boxes import Box
@@ -294,7 +294,7 @@ class MeshTrainer(Trainer):
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Everything as it was, whatever mesh or single process wrote it."""
-        checkpoint.expect_recipe(self.recipe)
+        checkpoint.expect_recipe(self.recipe, MAY_CHANGE)
         state = checkpoint.trainer
         if state["data"] != self.data.fingerprint:
             raise CheckpointError(

@@ -1,4 +1,6 @@
-"""Two GPUs: every two-rank mesh trains a small K3 in bf16 to the losses of plain data parallelism."""
+"""GPUs: every two-rank mesh trains a small K3 in bf16 to the losses of plain data parallelism, and a mesh of one GPU to
+those of the trainer without a mesh.
+"""
 
 import json
 import os
@@ -21,34 +23,54 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pp": {"pp": 2},
     "zero3-policies": {"dp": 2, "ep": 2, "zero": 3, "activations": {"kda": "recompute", "mla": "fp8+offload"}},
 }
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices that reach each other"),
-]
+ALONE: dict[str, dict[str, Any]] = {  # "exchange": the layers' experts behind an exchange of one rank
+    "zero1": {"zero": 1},
+    "zero2": {"zero": 2},
+    "zero3": {"zero": 3},
+    "recompute-offload": {"activations": dict.fromkeys(("kda", "mla", "mlp", "moe"), "recompute+offload")},
+    "fp8": {"zero": 3, "activations": {"kda": "offload", "mla": "fp8+offload", "mlp": "recompute+fp8", "moe": "fp8"}},
+    "collective": {"exchange": "collective"},
+    "symmetric": {"exchange": "symmetric", "zero": 3},
+}
+pytestmark = pytest.mark.gpu
 
 
 @cache
-def losses() -> dict[str, list[float]]:
+def losses(size: int) -> dict[str, list[float]]:
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__]
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), __file__]
     said = subprocess.run(program, env=env, capture_output=True, text=True, timeout=400)
     found = [json.loads(line) for line in said.stdout.splitlines() if line.startswith('{"')]
-    assert len(found) == len(SHAPES), said.stderr[-3000:]
+    assert len(found) == len(shapes(size)), said.stderr[-3000:]
     return {one["shape"]: one["losses"] for one in found}
 
 
+def shapes(size: int) -> dict[str, dict[str, Any]]:
+    return SHAPES if size == 2 else {"without a mesh": {}, **ALONE}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices that reach each other")
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "dp"])
 def test_shape(shape: str) -> None:
-    for got, want in zip(losses()[shape], losses()["dp"], strict=True):
+    for got, want in zip(losses(2)[shape], losses(2)["dp"], strict=True):
+        assert abs(got - want) < 5e-3 * want
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", ALONE)
+def test_one_gpu(shape: str) -> None:
+    for got, want in zip(losses(1)[shape], losses(1)["without a mesh"], strict=True):
         assert abs(got - want) < 5e-3 * want
 
 
 def main() -> None:
     import torch.distributed as dist
-    from train.mesh.world import data
+    from train.mesh.world import data, force
 
     from perilune.config import preset, three_to_one
+    from perilune.train.loop import Trainer
     from perilune.train.mesh.config import MeshConfig
+    from perilune.train.mesh.routed import make_exchange, spread_experts
     from perilune.train.mesh.trainer import MeshTrainer, local_device
     from perilune.train.options import TrainConfig
 
@@ -58,11 +80,29 @@ def main() -> None:
     )
     local_device("auto")
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    for name, shape in SHAPES.items():
-        trainer = MeshTrainer(model, options, data(), Path(), {}, MeshConfig(forced_routing=True, **shape))
-        seen = [trainer.train_step().loss for _ in range(options.steps)]
+
+    def made(shape: dict[str, Any]) -> Trainer:
+        if not shape and dist.get_world_size() == 1:
+            trainer = Trainer(model, options, data(), Path(), {})
+            force(trainer)
+            return trainer
+        exchange = shape.pop("exchange", None)
+        mesh = MeshConfig(forced_routing=True, fabric=exchange or shape.pop("fabric", "collective"), **shape)
+        on_mesh = MeshTrainer(model, options, data(), Path(), {}, mesh)
+        if exchange:
+            tokens = options.rows * options.context
+            carried = make_exchange(on_mesh.mesh, model.num_experts, model.num_experts_per_token, tokens)
+            for layer in on_mesh.part.layers:
+                if hasattr(layer, "block_sparse_moe"):
+                    spread_experts(layer.block_sparse_moe.experts, carried)
+        return on_mesh
+
+    for name, shape in shapes(dist.get_world_size()).items():
+        trainer = made(dict(shape))
+        seen = [trainer.train_step() for _ in range(options.steps)]
         if dist.get_rank() == 0:
-            print(json.dumps({"shape": name, "losses": seen}), flush=True)
+            found = {"shape": name, "losses": [s.loss for s in seen], "tokens/s": seen[-1].tokens_per_second}
+            print(json.dumps(found), flush=True)
         del trainer
     dist.destroy_process_group()
 

@@ -119,11 +119,15 @@ def data() -> Data:
 def single(folder: Path, model: ModelConfig, options: TrainConfig) -> Trainer:
     """One process, routed as the mesh is."""
     trainer = Trainer(model, options, data(), folder, {})
+    force(trainer)
+    return trainer
+
+
+def force(trainer: Trainer) -> None:
     forced = ForcedRouting()
     for layer in (*trainer.model.layers, *trainer.model.mtp):
         if hasattr(layer, "block_sparse_moe"):
             forced.force(layer.block_sparse_moe.gate, layer.layer)
-    return trainer
 
 
 def watch_gradients(optimizer: Any, read: Any) -> list[dict[str, torch.Tensor]]:
