@@ -33,6 +33,7 @@ from perilune.parallel.planner_triton import plan_segments_triton
 PHASES = ("counts", "dispatch", "combine", "prefetch", "gradient reduce", "reuse of a buffer")
 WIDE = {torch.float64: tl.float64}  # everything else is summed in fp32
 COPY_PROGRAMS = 64  # of each lent expert
+ROWS = 4  # of the receive buffer, in one program
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Symmetric:
         return self._buffers[key]
 
     def route(self, experts_SK: Tensor, terms: Terms) -> SymmetricTraffic:
-        """Count, plan, find every address: five launches and one barrier, nothing read by the host."""
+        """Count, plan, find every address: four launches and one barrier, nothing read by the host."""
         if terms.rows is None:
             raise ValueError("exchange: the symmetric fabric needs tokens= and one slot per home expert: fixed shapes")
         S, K = experts_SK.shape
@@ -161,24 +162,22 @@ class Symmetric:
         experts = experts_SK.long().contiguous()
         TB = max(128 // up(K), 1)
         blocks = triton.cdiv(S, TB)
-        histogram = torch.zeros(max(blocks, 1), E, dtype=torch.int32, device=self.device)
-        self._launch(kernels.count_kernel, (blocks,), experts, histogram, S, E, K=K, TB=TB, KP=up(K))
+        histogram = torch.empty(max(blocks, 1), E, dtype=torch.int32, device=self.device)
+        self._launch(kernels.count_kernel, (blocks,), experts, histogram, S, E, K=K, TB=TB, KP=up(K), EP=up(E))
         counts = self._shared("counts", (R, E), torch.int64)
         self._before_writing("counts")
         self._launch(
-            kernels.announce_kernel, (R, triton.cdiv(E, 128)), histogram, counts.peers, counts.mine, blocks,
-            self.rank, E, EB=128, BB=32,
+            kernels.announce_kernel, (triton.cdiv(E, 32),), histogram, counts.peers, counts.mine, blocks, self.rank, E,
+            R=R, EB=32, BB=64,
         )  # fmt: skip
         self._barrier("counts", "counts")
-        made, layout = plan_segments_triton(counts.mine.clone(), terms.slots, terms.tolerance, terms.align)
-        host, slot, parent, follows = (torch.empty(S, K, dtype=torch.int32, device=self.device) for _ in range(4))
+        terms_here = terms.slots, terms.tolerance, terms.align, self.rank, terms.rows
+        made, layout, ends = plan_segments_triton(counts.mine, *terms_here)
+        host, slot, parent, follows = torch.empty(4, S, K, dtype=torch.int32, device=self.device).unbind(0)
         self._launch(
             kernels.route_kernel, (blocks,), experts, histogram, made.counts, made.assigned, layout.starts,
-            host, slot, parent, follows, S, self.rank, E,
-            K=K, R=R, TB=TB, KP=up(K), BB=32, CHAINED=terms.chained,
+            host, slot, parent, follows, S, self.rank, E, K=K, R=R, TB=TB, KP=up(K), CHAINED=terms.chained,
         )  # fmt: skip
-        ends = layout.ends[self.rank].to(torch.int32)
-        ends[-1:].fill_(terms.rows)
         return SymmetricTraffic(made, ends, layout.rows[self.rank], terms.rows, host, slot, parent, follows)
 
     def _inboxes(self, x: Tensor, rows: int) -> tuple[Shared, Shared]:
@@ -193,9 +192,10 @@ class Symmetric:
         inbox, scalar_inbox = self._inboxes(x, N)
         parents, nexts = (self._shared(name, (N,), torch.int32) for name in ("parent", "next"))
         new, BH = traffic.row_parent is None, min(triton.next_power_of_2(H), 1024)
+        rows, row_scalars = x.new_empty(N, H), scalars.new_empty(N)
         self._launch(
             kernels.push_kernel, (S, triton.cdiv(H, BH)), x, scalars, traffic.host, traffic.slot, traffic.parent,
-            traffic.next, inbox.peers, scalar_inbox.peers, parents.peers, nexts.peers, H,
+            traffic.next, inbox.peers, scalar_inbox.peers, parents.peers, nexts.peers, rows, row_scalars, self.rank, H,
             K=K, BH=BH, SCALARS=scalars_SK is not None, LINKS=new,
         )  # fmt: skip
         if new:
@@ -204,10 +204,9 @@ class Symmetric:
         self._barrier("dispatch", "inbox", *self._lent)
         if new:
             traffic.row_parent, traffic.row_next = parents.mine.clone(), nexts.mine.clone()
-        rows, row_scalars = x.new_empty(N, H), scalars.new_empty(N)
         self._launch(
-            kernels.expand_kernel, (N, triton.cdiv(H, BH)), inbox.mine, scalar_inbox.mine, traffic.row_parent, rows,
-            row_scalars, H, BH=BH, SCALARS=scalars_SK is not None,
+            kernels.expand_kernel, (triton.cdiv(N, ROWS),), inbox.mine, scalar_inbox.mine, traffic.row_parent, rows,
+            row_scalars, N, H, BN=ROWS, BH=BH, SCALARS=scalars_SK is not None,
         )  # fmt: skip
         return rows, None if scalars_SK is None else row_scalars.to(scalars_SK.dtype)
 
@@ -222,17 +221,17 @@ class Symmetric:
         scalar_outbox = self._shared("scalars out", (N,), torch.float32)
         wide = WIDE.get(rows.dtype, tl.float32)
         self._launch(
-            kernels.fold_kernel, (N, triton.cdiv(H, BH)), rows, traffic.row_parent, traffic.row_next, outbox.mine, H,
-            BH=BH, WIDE=wide,
+            kernels.fold_kernel, (triton.cdiv(N, ROWS),), rows, traffic.row_parent, traffic.row_next, outbox.mine, N, H,
+            BN=ROWS, BH=BH, WIDE=wide,
         )  # fmt: skip
-        if scalars_N is not None:
-            scalar_outbox.mine.copy_(scalars_N)
+        numbers = scalar_outbox.mine if scalars_N is None else scalar_outbox.mine.copy_(scalars_N)
         self._barrier("combine", "outbox")
         y = rows.new_empty(S, H)
-        scalars = torch.zeros(S, K, dtype=torch.float32, device=rows.device)
+        scalars = torch.empty(S, K, dtype=torch.float32, device=rows.device)
         self._launch(
-            kernels.pull_kernel, (S, triton.cdiv(H, BH)), y, scalars, traffic.host, traffic.slot, traffic.parent,
-            outbox.peers, scalar_outbox.peers, H, K=K, BH=BH, WIDE=wide, SCALARS=scalars_N is not None,
+            kernels.pull_kernel, (S, triton.cdiv(H, BH)), y, scalars, rows, numbers, traffic.host, traffic.slot,
+            traffic.parent, outbox.peers, scalar_outbox.peers, self.rank, H,
+            K=K, BH=BH, WIDE=wide, SCALARS=scalars_N is not None,
         )  # fmt: skip
         return y, None if scalars_N is None else scalars.to(scalars_N.dtype)
 

@@ -4,7 +4,10 @@ A table `peers` [R] int64 holds where the same buffer lies on every rank. Stores
 between a store and the load that needs it lies one `barrier`. No multicast. Sums have the orders named in `fabric`.
 Legend: S tokens, K routes (KP a power of two), R ranks, E experts, L at home, B slots (BP), H width, N rows of the
 receive buffer, W words of one expert. host, slot, parent [S, K] and parent, next [N] are int32 and mean what they mean
-in `routes`.
+in `routes`; LOCAL as a row's parent says that its own rank has filled it.
+
+A rank's own tokens never go through shared buffers: `push` writes all their rows while those of others are on the wire,
+and `pull` sums them while it waits for the others' sums.
 """
 
 # Kernel arguments are pointers and constants of the Triton language.
@@ -14,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOCAL = tl.constexpr(-2)
+
 
 @triton.jit
 def _peer(peers, rank, like):
@@ -21,7 +26,7 @@ def _peer(peers, rank, like):
     return tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(like.dtype.element_ty)), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "phase"])
 def barrier_kernel(pads, mine, epoch, status, rank, phase, R: tl.constexpr, RP: tl.constexpr, LIMIT: tl.constexpr):
     """What any rank wrote before is visible after. pads [R]: addresses of int32 [R] on every rank; mine: this one's.
 
@@ -47,32 +52,39 @@ def barrier_kernel(pads, mine, epoch, status, rank, phase, R: tl.constexpr, RP: 
     tl.store(epoch, now)
 
 
-@triton.jit
-def count_kernel(experts, histogram, tokens, E, K: tl.constexpr, TB: tl.constexpr, KP: tl.constexpr):
-    """Entries of each expert in this block of TB tokens: histogram [blocks, E], zeros before."""
+@triton.jit(do_not_specialize=["tokens"])
+def count_kernel(experts, histogram, tokens, E, K: tl.constexpr, TB: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr):
+    """Entries of each expert in this block of TB tokens: histogram [blocks, E]."""
     block = tl.program_id(0)
+    e = tl.arange(0, EP)
+    tl.store(histogram + block * E + e, tl.zeros((EP,), tl.int32), e < E)
     token, k = block * TB + tl.arange(0, TB), tl.arange(0, KP)
     inside = (token[:, None] < tokens) & (k[None, :] < K)
     expert = tl.load(experts + token[:, None] * K + k[None, :], inside, -1)
+    tl.debug_barrier()  # the zeros lie under the counts
     tl.atomic_add(histogram + block * E + expert, 1, expert >= 0)
 
 
-@triton.jit
-def announce_kernel(histogram, peers, like, blocks, rank, E, EB: tl.constexpr, BB: tl.constexpr):
-    """My counts, the sums over blocks, into row `rank` of every rank's counts [R, E] int64."""
-    e = tl.program_id(1) * EB + tl.arange(0, EB)
-    total = tl.zeros((EB,), tl.int64)
+@triton.jit(do_not_specialize=["blocks", "rank"])
+def announce_kernel(histogram, peers, like, blocks, rank, E, R: tl.constexpr, EB: tl.constexpr, BB: tl.constexpr):
+    """My counts into row `rank` of every rank's counts [R, E] int64. The histogram becomes that of earlier blocks."""
+    e = tl.program_id(0) * EB + tl.arange(0, EB)
+    total = tl.zeros((EB,), tl.int32)
     for first in range(0, blocks, BB):
         b = first + tl.arange(0, BB)
-        seen = tl.load(histogram + b[:, None] * E + e[None, :], (b[:, None] < blocks) & (e[None, :] < E), 0)
-        total += tl.sum(seen, 0).to(tl.int64)
-    tl.store(_peer(peers, tl.program_id(0), like) + rank * E + e, total, e < E)
+        inside = (b[:, None] < blocks) & (e[None, :] < E)
+        at = histogram + b[:, None] * E + e[None, :]
+        seen = tl.load(at, inside, 0)
+        tl.store(at, total[None, :] + tl.cumsum(seen, 0) - seen, inside)
+        total += tl.sum(seen, 0)
+    for r in range(R):
+        tl.store(_peer(peers, r, like) + rank * E + e, total.to(tl.int64), e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rank"])
 def route_kernel(
     experts, histogram, counts, assigned, starts, host_SK, slot_SK, parent_SK, next_SK, tokens, rank, E,
-    K: tl.constexpr, R: tl.constexpr, TB: tl.constexpr, KP: tl.constexpr, BB: tl.constexpr, CHAINED: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, TB: tl.constexpr, KP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`routes.route` for one block of TB tokens: addresses from the global counts, then chains within each token."""
     BS: tl.constexpr = TB * KP
@@ -85,10 +97,7 @@ def route_kernel(
 
     i = tl.arange(0, BS)
     index = tl.sum(((flat[:, None] == flat[None, :]) & (i[None, :] < i[:, None])).to(tl.int64), 1)
-    for first in range(0, block, BB):  # the same expert's entries in earlier blocks
-        b = first + tl.arange(0, BB)
-        seen = tl.load(histogram + b[:, None] * E + expert[None, :], (b[:, None] < block) & (flat[None, :] >= 0), 0)
-        index += tl.sum(seen, 0).to(tl.int64)
+    index += tl.load(histogram + block * E + expert)  # of the same expert in earlier blocks
 
     stays = tl.minimum(tl.load(counts + rank * E + expert), tl.load(assigned + rank * E + expert))
     spilled = index - stays
@@ -136,12 +145,13 @@ def unused_kernel(ends, used, parent_N, PB: tl.constexpr):
         tl.store(parent_N + n, -1, n < last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def push_kernel(
-    x, scalars, host_SK, slot_SK, parent_SK, next_SK, inboxes, scalar_inboxes, parents, nexts, H,
-    K: tl.constexpr, BH: tl.constexpr, SCALARS: tl.constexpr, LINKS: tl.constexpr,
+    x, scalars, host_SK, slot_SK, parent_SK, next_SK, inboxes, scalar_inboxes, parents, nexts, rows, row_scalars,
+    rank, H, K: tl.constexpr, BH: tl.constexpr, SCALARS: tl.constexpr, LINKS: tl.constexpr,
 ):  # fmt: skip
-    """One token: its row to every host that has an entry of it; numbers and links of every entry."""
+    """One token: its row to every other host that has an entry of it, and to all rows of the entries that stay here;
+    numbers and links of every entry."""
     s, part = tl.program_id(0), tl.program_id(1)
     col = part * BH + tl.arange(0, BH)
     row = tl.load(x + s.to(tl.int64) * H + col, col < H)
@@ -150,61 +160,87 @@ def push_kernel(
         if host >= 0:
             slot = tl.load(slot_SK + s * K + k).to(tl.int64)
             parent = tl.load(parent_SK + s * K + k)
-            if parent == slot:
+            if host == rank:
+                tl.store(rows + slot * H + col, row, col < H)
+            elif parent == slot:
                 tl.store(_peer(inboxes, host, x) + slot * H + col, row, col < H)
             if part == 0:
                 if SCALARS:
-                    tl.store(_peer(scalar_inboxes, host, scalars) + slot, tl.load(scalars + s * K + k))
+                    number = tl.load(scalars + s * K + k)
+                    if host == rank:
+                        tl.store(row_scalars + slot, number)
+                    else:
+                        tl.store(_peer(scalar_inboxes, host, scalars) + slot, number)
                 if LINKS:
-                    tl.store(_peer(parents, host, parent_SK) + slot, parent)
+                    tl.store(_peer(parents, host, parent_SK) + slot, tl.where(host == rank, LOCAL, parent))
                     tl.store(_peer(nexts, host, next_SK) + slot, tl.load(next_SK + s * K + k))
 
 
 @triton.jit
-def expand_kernel(inbox, scalar_inbox, parent_N, rows, scalars, H, BH: tl.constexpr, SCALARS: tl.constexpr):
-    """rows[n] = inbox[parent[n]], zero where nothing lies."""
-    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    col = part * BH + tl.arange(0, BH)
-    parent = tl.load(parent_N + n).to(tl.int64)
-    row = tl.load(inbox + parent * H + col, (col < H) & (parent >= 0), 0)
-    tl.store(rows + n * H + col, row, col < H)
-    if SCALARS:  # noqa: SIM102  (one is known when compiling, the other is not)
-        if part == 0:
-            tl.store(scalars + n, tl.load(scalar_inbox + n, parent >= 0, 0))
+def expand_kernel(
+    inbox, scalar_inbox, parent_N, rows, scalars, N, H, BN: tl.constexpr, BH: tl.constexpr, SCALARS: tl.constexpr
+):
+    """rows[n] = inbox[parent[n]] where another rank's token lies, zero where nothing does; BN rows."""
+    n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    parent = tl.load(parent_N + n, n < N, LOCAL).to(tl.int64)
+    here = parent != LOCAL
+    if tl.max(here.to(tl.int32), 0) > 0:
+        for first in range(0, H, BH):
+            col = first + tl.arange(0, BH)[None, :]
+            row = tl.load(inbox + parent[:, None] * H + col, (col < H) & (parent >= 0)[:, None], 0)
+            tl.store(rows + n[:, None] * H + col, row, (col < H) & here[:, None])
+        if SCALARS:
+            tl.store(scalars + n, tl.load(scalar_inbox + n, parent >= 0, 0), here)
 
 
 @triton.jit
-def fold_kernel(rows, parent_N, next_N, outbox, H, BH: tl.constexpr, WIDE: tl.constexpr):
-    """outbox[n] = Σ of the chain that begins at n, in order, rounded once."""
-    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if tl.load(parent_N + n) == n:
-        col = part * BH + tl.arange(0, BH)
-        total = tl.load(rows + n * H + col, col < H, 0).to(WIDE)
-        link = tl.load(next_N + n).to(tl.int64)
-        while link >= 0:
-            total += tl.load(rows + link * H + col, col < H, 0).to(WIDE)
-            link = tl.load(next_N + link).to(tl.int64)
-        tl.store(outbox + n * H + col, total.to(outbox.dtype.element_ty), col < H)
+def fold_kernel(rows, parent_N, next_N, outbox, N, H, BN: tl.constexpr, BH: tl.constexpr, WIDE: tl.constexpr):
+    """outbox[n] = Σ of the chain that begins at n, in order, rounded once, for another rank's tokens; BN rows."""
+    n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    head = tl.load(parent_N + n, n < N, LOCAL) == n
+    if tl.max(head.to(tl.int32), 0) > 0:
+        follows = tl.load(next_N + n, head, -1).to(tl.int64)
+        for first in range(0, H, BH):
+            col = first + tl.arange(0, BH)[None, :]
+            total = tl.load(rows + n[:, None] * H + col, (col < H) & head[:, None], 0).to(WIDE)
+            link = follows
+            while tl.max(link, 0) >= 0:
+                after = tl.load(next_N + link, link >= 0, -1).to(tl.int64)
+                total += tl.load(rows + link[:, None] * H + col, (col < H) & (link >= 0)[:, None], 0).to(WIDE)
+                link = after
+            tl.store(outbox + n[:, None] * H + col, total.to(outbox.dtype.element_ty), (col < H) & head[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def pull_kernel(
-    y, scalars, host_SK, slot_SK, parent_SK, outboxes, scalar_outboxes, H,
+    y, scalars, rows, row_scalars, host_SK, slot_SK, parent_SK, outboxes, scalar_outboxes, rank, H,
     K: tl.constexpr, BH: tl.constexpr, WIDE: tl.constexpr, SCALARS: tl.constexpr,
 ):  # fmt: skip
-    """One token: the sum of its hosts' sums, in ascending k; and each entry's number."""
+    """One token: the sum of its hosts' sums, in ascending k, this rank's own made here; and each entry's number."""
     s, part = tl.program_id(0), tl.program_id(1)
     col = part * BH + tl.arange(0, BH)
+    mine = tl.zeros((BH,), WIDE)
+    for k in tl.static_range(K):
+        here = tl.load(host_SK + s * K + k) == rank
+        slot = tl.load(slot_SK + s * K + k).to(tl.int64)
+        mine += tl.load(rows + slot * H + col, (col < H) & here, 0).to(WIDE)
+    mine = mine.to(y.dtype.element_ty).to(WIDE)  # rounded once, as every host's sum is
     total = tl.zeros((BH,), WIDE)
-    for k in range(K):
+    for k in tl.static_range(K):
         host = tl.load(host_SK + s * K + k)
-        if host >= 0:
-            slot = tl.load(slot_SK + s * K + k).to(tl.int64)
-            if tl.load(parent_SK + s * K + k) == slot:
-                total += tl.load(_peer(outboxes, host, y) + slot * H + col, col < H, 0).to(WIDE)
-            if SCALARS:  # noqa: SIM102
-                if part == 0:
-                    tl.store(scalars + s * K + k, tl.load(_peer(scalar_outboxes, host, scalars) + slot))
+        slot = tl.load(slot_SK + s * K + k).to(tl.int64)
+        first = (host >= 0) & (tl.load(parent_SK + s * K + k) == slot)
+        away = first & (host != rank)
+        theirs = _peer(outboxes, tl.maximum(host, 0), y) + slot * H + col
+        total += tl.load(theirs, (col < H) & away, 0).to(WIDE)
+        total += tl.where(first & (host == rank), mine, 0)
+        if SCALARS:  # noqa: SIM102
+            if part == 0:
+                near = tl.load(row_scalars + slot, host == rank, 0)
+                far = tl.load(
+                    _peer(scalar_outboxes, tl.maximum(host, 0), scalars) + slot, (host >= 0) & (host != rank), 0
+                )
+                tl.store(scalars + s * K + k, tl.where(host == rank, near, far))
     tl.store(y + s.to(tl.int64) * H + col, total.to(y.dtype.element_ty), col < H)
 
 
@@ -216,7 +252,7 @@ def _slot_of(replicas, rank, expert, B: tl.constexpr, BP: tl.constexpr):
     return tl.max(tl.where(held == expert, b, -1), 0).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def lend_kernel(
     own, replicas, pools, rank, W, L: tl.constexpr, R: tl.constexpr, B: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr
 ):
@@ -231,7 +267,7 @@ def lend_kernel(
                 tl.store(pool + slot * W + w, tl.load(own + e * W + w, w < W), w < W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def stage_kernel(grad, replicas, shared, rank, W, B: tl.constexpr, BW: tl.constexpr):
     """Gradients of used slots into the shared buffer that their homes read."""
     slot, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -241,7 +277,7 @@ def stage_kernel(grad, replicas, shared, rank, W, B: tl.constexpr, BW: tl.conste
             tl.store(shared + slot * W + w, tl.load(grad + slot * W + w, w < W), w < W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def give_back_kernel(
     home, replicas, shared, rank, W, L: tl.constexpr, R: tl.constexpr, B: tl.constexpr, BP: tl.constexpr,
     BW: tl.constexpr, WIDE: tl.constexpr,

@@ -20,17 +20,14 @@ def build(kernel, signature: dict[str, str], constants: dict, warps: int = 4, st
 def planner() -> None:
     from perilune.parallel import planner_triton as k
 
-    ints = dict.fromkeys(["counts", "assigned", "quotas"], "*i64") | {"tolerance": "i32"}
-    for R, L in [(2, 192), (8, 112), (128, 7)]:
-        up = lambda n: 1 << (n - 1).bit_length()  # noqa: E731
-        shape = {"R": R, "L": L, "B": L, "RP": up(R), "LP": up(L), "CP": up(R - 1 + R * L)}
-        print("planner", R, L, build(k._plan_kernel, ints, shape | {"TOLERATE": False}))
-        names = ["assigned", "replicas", "total_R", "starts", "ends", "used"]
-        print(
-            "segments", R, L,
-            build(k._segments_kernel, dict.fromkeys(names, "*i64") | {"align": "i32"},
-                  {"R": R, "L": L, "B": L, "EP": up(R * L), "GP": up(2 * L)}),
-        )  # fmt: skip
+    names = ["counts", "copied", "assigned", "quotas", "replicas", "total_R", "starts", "ends", "used"]
+    ints = dict.fromkeys(names, "*i64") | {"offsets": "*i32"}
+    ints |= dict.fromkeys(["tolerance", "align", "mine", "buffer_rows"], "i32")
+    up = lambda n: 1 << (n - 1).bit_length()  # noqa: E731
+    for R, L, B in [(2, 192, 192), (8, 112, 112), (128, 7, 7), (8, 112, 3)]:
+        shape = {"R": R, "L": L, "B": B, "RP": up(R), "LP": up(L), "EP": up(R * L), "GP": up(L + B)}
+        shape |= {"CP": up(R + L), "RB": max(min(up(R), 8192 // (up(R) * up(L))), 1), "TOLERATE": B < L}
+        print("planner", R, L, B, build(k.plan_kernel, ints, shape))
 
 
 def symmetric() -> None:
@@ -42,24 +39,24 @@ def symmetric() -> None:
     i64 = lambda *names: dict.fromkeys(names, "*i64")  # noqa: E731
     n = lambda *names: dict.fromkeys(names, "i32")  # noqa: E731
     tile = {"K": K, "TB": 16, "KP": 8}
-    rows = {"x": "*bf16", "scalars": "*fp32"}
+    rows = {"x": "*bf16", "rows": "*bf16", "scalars": "*fp32", "row_scalars": "*fp32"}
     links = i32("host_SK", "slot_SK", "parent_SK", "next_SK")
     borrow = {"L": L, "R": R, "B": L, "BP": 256, "BW": 1024}
     for name, signature, constants in [
         ("barrier", i64("pads") | i32("mine", "epoch", "status") | n("rank", "phase"),
          {"R": R, "RP": 2, "LIMIT": 1 << 24}),
-        ("count", i64("experts") | i32("histogram") | n("tokens", "E"), tile),
-        ("announce", i32("histogram") | i64("peers", "like") | n("blocks", "rank", "E"), {"EB": 128, "BB": 32}),
+        ("count", i64("experts") | i32("histogram") | n("tokens", "E"), tile | {"EP": 512}),
+        ("announce", i32("histogram") | i64("peers", "like") | n("blocks", "rank", "E"), {"R": R, "EB": 32, "BB": 64}),
         ("route", i64("experts", "counts", "assigned", "starts") | i32("histogram") | links | n("tokens", "rank", "E"),
-         tile | {"R": R, "BB": 32, "CHAINED": True}),
+         tile | {"R": R, "CHAINED": True}),
         ("unused", i32("ends", "parent_N") | i64("used"), {"PB": 128}),
-        ("push", rows | links | i64("inboxes", "scalar_inboxes", "parents", "nexts") | n("H"),
+        ("push", rows | links | i64("inboxes", "scalar_inboxes", "parents", "nexts") | n("rank", "H"),
          {"K": K, "BH": 1024, "SCALARS": True, "LINKS": True}),
         ("expand", {"inbox": "*bf16", "scalar_inbox": "*fp32", "rows": "*bf16", "scalars": "*fp32"} | i32("parent_N")
-         | n("H"), {"BH": 1024, "SCALARS": True}),
-        ("fold", {"rows": "*bf16", "outbox": "*bf16"} | i32("parent_N", "next_N") | n("H"),
-         {"BH": 1024, "WIDE": tl.float32}),
-        ("pull", {"y": "*bf16", "scalars": "*fp32"} | links | i64("outboxes", "scalar_outboxes") | n("H"),
+         | n("N", "H"), {"BN": 4, "BH": 1024, "SCALARS": True}),
+        ("fold", {"rows": "*bf16", "outbox": "*bf16"} | i32("parent_N", "next_N") | n("N", "H"),
+         {"BN": 4, "BH": 1024, "WIDE": tl.float32}),
+        ("pull", {"y": "*bf16"} | rows | links | i64("outboxes", "scalar_outboxes") | n("rank", "H"),
          {"K": K, "BH": 1024, "WIDE": tl.float32, "SCALARS": True}),
         ("lend", i64("own", "replicas", "pools") | n("rank", "W"), borrow),
         ("stage", {"grad": "*bf16", "shared": "*bf16"} | i64("replicas") | n("rank", "W"), {"B": L, "BW": 1024}),
@@ -80,14 +77,14 @@ def products() -> None:
         | {"borders": "*i32"}
         | dict.fromkeys(strides, "i32")
     )
-    tiles = {"BM": 128, "BN": 128, "BK": 64, "WIDE": tl.float32}
-    for kernel, constants, ones in [
-        (k.product_kernel, {"B": 192, "BP": 256}, {"w_row": 1}),  # weights.mT: gate-up and down forward
-        (k.product_kernel, {"B": 192, "BP": 256}, {"w_col": 1}),  # and backward
-        (k.gradient_kernel, {}, {"g_col": 1}),
+    tiles = {"B": 192, "BP": 256, "BM": 128, "BN": 256, "BK": 64, "EVEN": True, "WIDE": tl.float32}
+    for kernel, ones in [
+        (k.product_kernel, {"w_row": 1}),  # weights.mT: gate-up and down forward
+        (k.product_kernel, {"w_col": 1}),  # and backward
+        (k.gradient_kernel, {"g_col": 1}),
     ]:
         signature = {a: full[a] for a in kernel.arg_names if a in full and a not in ones}
-        print("products", kernel.__name__, build(kernel, signature, tiles | constants | ones, warps=8))
+        print("products", kernel.__name__, build(kernel, signature, tiles | ones, warps=8))
 
 
 if __name__ == "__main__":

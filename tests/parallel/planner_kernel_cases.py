@@ -13,13 +13,16 @@ from perilune.parallel.routes import segments
 
 def compare(counts: torch.Tensor, slots: int, tolerance: int, align: int) -> None:
     expected = plan(counts, num_slots=slots, tolerance=tolerance)
-    got, layout = plan_segments_triton(counts, slots, tolerance, align)
+    rank = counts.shape[0] - 1
+    got, layout, offsets = plan_segments_triton(counts, slots, tolerance, align, rank, 12345)
     for name in ("assigned", "replicas", "rows", "quotas"):
         a, b = getattr(got, name), getattr(expected, name)
         assert a.dtype == b.dtype and torch.equal(a, b), f"{name}: {a} is not {b}"
     for name in ("starts", "ends", "rows"):
         a, b = getattr(layout, name), getattr(segments(expected, align), name)
         assert a.dtype == b.dtype and torch.equal(a, b), f"segments.{name}: {a} is not {b}"
+    assert torch.equal(got.counts, counts)
+    assert offsets.tolist() == [*layout.ends[rank, :-1].tolist(), 12345]
 
 
 def main(first: int, last: int) -> None:
