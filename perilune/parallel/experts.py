@@ -85,6 +85,7 @@ def _activate_backward(h: Tensor, da: Tensor, weight: Tensor, act: Activation) -
         return dh, a, dweight.to(weight.dtype)
     wide = da.to(torch.promote_types(da.dtype, torch.float32))
     per_row = weight.unsqueeze(-1).to(wide.dtype)
-    a, dgate, dup = act.gradients(*h.chunk(2, -1), wide * per_row)
+    gate, up = h.chunk(2, -1)
+    a, dgate, dup = act.gradients(gate, up, wide * per_row)
     dweight = torch.linalg.vecdot(a, wide).to(weight.dtype)
     return torch.cat([dgate, dup], -1).to(h.dtype), a.mul_(per_row).to(h.dtype), dweight

@@ -260,6 +260,6 @@ def plan_segments_triton(
     plan_kernel[(R,)](
         counts, copied, assigned, quotas, replicas, total, starts, ends, used, offsets, tolerance, align, rank, rows,
         R=R, L=L, B=slots, RP=up(R), LP=up(L), CP=up(max(copies, 1)), EP=up(E), GP=up(L + slots),
-        RB=max(min(up(R), 8192 // (up(R) * up(L))), 1), TOLERATE=tolerance > 0, num_warps=4,
+        RB=max(min(up(R), 2048 // (up(R) * up(L))), 1), TOLERATE=tolerance > 0, num_warps=4,
     )  # fmt: skip
     return Plan(copied, assigned, replicas, total, quotas), Segments(starts, ends, used), offsets

@@ -205,8 +205,8 @@ class Symmetric:
         if new:
             traffic.row_parent, traffic.row_next = parents.mine.clone(), nexts.mine.clone()
         self._launch(
-            kernels.expand_kernel, (triton.cdiv(N, ROWS),), inbox.mine, scalar_inbox.mine, traffic.row_parent, rows,
-            row_scalars, N, H, BN=ROWS, BH=BH, SCALARS=scalars_SK is not None,
+            kernels.expand_kernel, (triton.cdiv(N, ROWS), triton.cdiv(H, BH)), inbox.mine, scalar_inbox.mine,
+            traffic.row_parent, rows, row_scalars, N, H, BN=ROWS, BH=BH, SCALARS=scalars_SK is not None,
         )  # fmt: skip
         return rows, None if scalars_SK is None else row_scalars.to(scalars_SK.dtype)
 
@@ -221,8 +221,7 @@ class Symmetric:
         scalar_outbox = self._shared("scalars out", (N,), torch.float32)
         wide = WIDE.get(rows.dtype, tl.float32)
         self._launch(
-            kernels.fold_kernel, (triton.cdiv(N, ROWS),), rows, traffic.row_parent, traffic.row_next, outbox.mine, N, H,
-            BN=ROWS, BH=BH, WIDE=wide,
+            kernels.fold_kernel, (N,), rows, traffic.row_parent, traffic.row_next, outbox.mine, H, BH=BH, WIDE=wide,
         )  # fmt: skip
         numbers = scalar_outbox.mine if scalars_N is None else scalar_outbox.mine.copy_(scalars_N)
         self._barrier("combine", "outbox")

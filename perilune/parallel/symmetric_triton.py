@@ -181,34 +181,33 @@ def expand_kernel(
     inbox, scalar_inbox, parent_N, rows, scalars, N, H, BN: tl.constexpr, BH: tl.constexpr, SCALARS: tl.constexpr
 ):
     """rows[n] = inbox[parent[n]] where another rank's token lies, zero where nothing does; BN rows."""
-    n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    n, part = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN), tl.program_id(1)
     parent = tl.load(parent_N + n, n < N, LOCAL).to(tl.int64)
     here = parent != LOCAL
     if tl.max(here.to(tl.int32), 0) > 0:
-        for first in range(0, H, BH):
-            col = first + tl.arange(0, BH)[None, :]
-            row = tl.load(inbox + parent[:, None] * H + col, (col < H) & (parent >= 0)[:, None], 0)
-            tl.store(rows + n[:, None] * H + col, row, (col < H) & here[:, None])
-        if SCALARS:
-            tl.store(scalars + n, tl.load(scalar_inbox + n, parent >= 0, 0), here)
+        col = part * BH + tl.arange(0, BH)[None, :]
+        row = tl.load(inbox + parent[:, None] * H + col, (col < H) & (parent >= 0)[:, None], 0)
+        tl.store(rows + n[:, None] * H + col, row, (col < H) & here[:, None])
+        if SCALARS:  # noqa: SIM102  (one is known when compiling, the other is not)
+            if part == 0:
+                tl.store(scalars + n, tl.load(scalar_inbox + n, parent >= 0, 0), here)
 
 
 @triton.jit
-def fold_kernel(rows, parent_N, next_N, outbox, N, H, BN: tl.constexpr, BH: tl.constexpr, WIDE: tl.constexpr):
-    """outbox[n] = Σ of the chain that begins at n, in order, rounded once, for another rank's tokens; BN rows."""
-    n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    head = tl.load(parent_N + n, n < N, LOCAL) == n
-    if tl.max(head.to(tl.int32), 0) > 0:
-        follows = tl.load(next_N + n, head, -1).to(tl.int64)
+def fold_kernel(rows, parent_N, next_N, outbox, H, BH: tl.constexpr, WIDE: tl.constexpr):
+    """outbox[n] = Σ of the chain that begins at n, in order, rounded once, for another rank's token."""
+    n = tl.program_id(0).to(tl.int64)
+    if tl.load(parent_N + n) == n:
+        follows = tl.load(next_N + n).to(tl.int64)
         for first in range(0, H, BH):
-            col = first + tl.arange(0, BH)[None, :]
-            total = tl.load(rows + n[:, None] * H + col, (col < H) & head[:, None], 0).to(WIDE)
+            col = first + tl.arange(0, BH)
+            total = tl.load(rows + n * H + col, col < H, 0).to(WIDE)
             link = follows
-            while tl.max(link, 0) >= 0:
-                after = tl.load(next_N + link, link >= 0, -1).to(tl.int64)
-                total += tl.load(rows + link[:, None] * H + col, (col < H) & (link >= 0)[:, None], 0).to(WIDE)
+            while link >= 0:
+                after = tl.load(next_N + link).to(tl.int64)
+                total += tl.load(rows + link * H + col, col < H, 0).to(WIDE)
                 link = after
-            tl.store(outbox + n[:, None] * H + col, total.to(outbox.dtype.element_ty), (col < H) & head[:, None])
+            tl.store(outbox + n * H + col, total.to(outbox.dtype.element_ty), col < H)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -226,21 +225,24 @@ def pull_kernel(
         mine += tl.load(rows + slot * H + col, (col < H) & here, 0).to(WIDE)
     mine = mine.to(y.dtype.element_ty).to(WIDE)  # rounded once, as every host's sum is
     total = tl.zeros((BH,), WIDE)
-    for k in tl.static_range(K):
+    for k in range(K):
         host = tl.load(host_SK + s * K + k)
         slot = tl.load(slot_SK + s * K + k).to(tl.int64)
-        first = (host >= 0) & (tl.load(parent_SK + s * K + k) == slot)
-        away = first & (host != rank)
-        theirs = _peer(outboxes, tl.maximum(host, 0), y) + slot * H + col
-        total += tl.load(theirs, (col < H) & away, 0).to(WIDE)
-        total += tl.where(first & (host == rank), mine, 0)
+        number = 0.0
+        if host >= 0:
+            if tl.load(parent_SK + s * K + k) == slot:
+                if host == rank:
+                    total += mine
+                else:
+                    total += tl.load(_peer(outboxes, host, y) + slot * H + col, col < H, 0).to(WIDE)
+            if SCALARS:
+                if host == rank:
+                    number = tl.load(row_scalars + slot)
+                else:
+                    number = tl.load(_peer(scalar_outboxes, host, scalars) + slot)
         if SCALARS:  # noqa: SIM102
             if part == 0:
-                near = tl.load(row_scalars + slot, host == rank, 0)
-                far = tl.load(
-                    _peer(scalar_outboxes, tl.maximum(host, 0), scalars) + slot, (host >= 0) & (host != rank), 0
-                )
-                tl.store(scalars + s * K + k, tl.where(host == rank, near, far))
+                tl.store(scalars + s * K + k, number)
     tl.store(y + s.to(tl.int64) * H + col, total.to(y.dtype.element_ty), col < H)
 
 

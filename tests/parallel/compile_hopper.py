@@ -26,7 +26,7 @@ def planner() -> None:
     up = lambda n: 1 << (n - 1).bit_length()  # noqa: E731
     for R, L, B in [(2, 192, 192), (8, 112, 112), (128, 7, 7), (8, 112, 3)]:
         shape = {"R": R, "L": L, "B": B, "RP": up(R), "LP": up(L), "EP": up(R * L), "GP": up(L + B)}
-        shape |= {"CP": up(R + L), "RB": max(min(up(R), 8192 // (up(R) * up(L))), 1), "TOLERATE": B < L}
+        shape |= {"CP": up(R + L), "RB": max(min(up(R), 2048 // (up(R) * up(L))), 1), "TOLERATE": B < L}
         print("planner", R, L, B, build(k.plan_kernel, ints, shape))
 
 
@@ -54,8 +54,8 @@ def symmetric() -> None:
          {"K": K, "BH": 1024, "SCALARS": True, "LINKS": True}),
         ("expand", {"inbox": "*bf16", "scalar_inbox": "*fp32", "rows": "*bf16", "scalars": "*fp32"} | i32("parent_N")
          | n("N", "H"), {"BN": 4, "BH": 1024, "SCALARS": True}),
-        ("fold", {"rows": "*bf16", "outbox": "*bf16"} | i32("parent_N", "next_N") | n("N", "H"),
-         {"BN": 4, "BH": 1024, "WIDE": tl.float32}),
+        ("fold", {"rows": "*bf16", "outbox": "*bf16"} | i32("parent_N", "next_N") | n("H"),
+         {"BH": 1024, "WIDE": tl.float32}),
         ("pull", {"y": "*bf16"} | rows | links | i64("outboxes", "scalar_outboxes") | n("rank", "H"),
          {"K": K, "BH": 1024, "WIDE": tl.float32, "SCALARS": True}),
         ("lend", i64("own", "replicas", "pools") | n("rank", "W"), borrow),

@@ -97,7 +97,8 @@ def main() -> None:
                     spread_experts(layer.block_sparse_moe.experts, carried)
         return on_mesh
 
-    for name, shape in shapes(dist.get_world_size()).items():
+    wanted = {name: one for name, one in shapes(dist.get_world_size()).items() if name in (sys.argv[1:] or [name])}
+    for name, shape in wanted.items():
         trainer = made(dict(shape))
         seen = [trainer.train_step() for _ in range(options.steps)]
         if dist.get_rank() == 0:
