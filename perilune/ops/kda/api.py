@@ -143,6 +143,7 @@ def _unfit(q: Tensor, v: Tensor, delta: bool) -> str | None:
     return importlib.import_module("perilune.ops.kda.hopper").accepts(q, v, delta)
 
 
+@torch.compiler.disable  # a tracer would look through the cache, and warn
 @functools.cache
 def _auto(device: str, why: str | None) -> str:
     """Said once for each reason."""

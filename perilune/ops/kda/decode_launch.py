@@ -1,4 +1,4 @@
-"""Launches `gluon_decode` (Hopper) or `triton_decode` (others, and the interpreter) for `decode`."""
+"""Launches `gluon_token` or `gluon_decode` (Hopper), or `triton_decode` (others, and the interpreter) for `decode`."""
 
 import functools
 
@@ -34,6 +34,20 @@ def launch(
         if not x.is_contiguous():
             raise ValueError("decode: a token's cached inputs must be contiguous.")
     o = torch.empty(R, W, HV, V, dtype=qkv.dtype, device=qkv.device)
+    settings = {"H": H, "GROUP": HV // H, "K": K, "V": V, "FLOORED": lower_bound is not None}
+    key_first = state.stride(2) == 1
+    hopper = on_hopper(qkv.device)
+    if hopper and W == 1 and drafts is None and streams(state):
+        from perilune.ops.kda import gluon_token
+
+        gluon_token.decode_kernel[(R * H,)](
+            qkv, gate, beta, out_gate, o, conv_weight, A_log, dt_bias.contiguous(), norm_weight, state, tail, slots,
+            qkv.stride(0), *gate.stride()[::2][:2], *beta.stride()[::2], *out_gate.stride()[::2][:2],
+            *conv_weight.stride(), *state.stride(), *_tail_strides(tail, H, K, V), slots.stride(0),
+            scale, lower_bound or 0.0, eps, **settings, KEY_FIRST=key_first,
+            num_warps=WARPS, maxnreg=128 if key_first else 80,  # two programs a processor, or three
+        )  # fmt: skip
+        return o
     past = (qkv, gate, beta) if drafts is None else (drafts.qkv, drafts.gate, drafts.beta)
     arguments = (
         qkv, gate, beta, out_gate, o, conv_weight, A_log, dt_bias.contiguous(), norm_weight, state, tail, slots,
@@ -42,18 +56,23 @@ def launch(
         *state.stride(), *_tail_strides(tail, H, K, V), slots.stride(0), rows.stride(0),
         *(x for p in past for x in p.stride()[:2]), scale, lower_bound or 0.0, eps,
     )  # fmt: skip
-    settings = {"W": W, "H": H, "GROUP": HV // H, "K": K, "V": V}
-    settings |= {"FLOORED": lower_bound is not None, "REPLAY": drafts is not None}
-    if on_hopper(qkv.device):
+    settings |= {"W": W, "REPLAY": drafts is not None}
+    if hopper:
         from perilune.ops.kda import gluon_decode
 
-        key_first = state.stride(2) == 1
         gluon_decode.decode_kernel[(R * H,)](
             *arguments, **settings, KEY_FIRST=key_first, num_warps=WARPS, maxnreg=REGISTERS
         )
     else:
         decode_kernel[(R * H,)](*arguments, **settings, num_warps=WARPS if K == 128 else 4)
     return o
+
+
+def streams(state: Tensor) -> bool:
+    """Whether `gluon_token` takes this state: heads of 128 by 128 whose rows are copied 16 bytes at a time."""
+    n, h, k, v = state.stride()
+    rows = 1 in (k, v) and all(s % 16 == 0 for s in (n, h, max(k, v)))
+    return rows and tuple(state.shape[2:]) == (128, 128) and state.data_ptr() % 16 == 0
 
 
 def _tail_strides(tail: Tensor, H: int, K: int, V: int) -> tuple[int, ...]:

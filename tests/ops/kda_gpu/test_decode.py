@@ -130,3 +130,43 @@ def test_both_kernels_take_what_the_launcher_gives() -> None:
     from perilune.ops.kda import gluon_decode, triton_decode
 
     assert gluon_decode.decode_kernel.arg_names == [*triton_decode.decode_kernel.arg_names, "KEY_FIRST"]
+
+
+def test_the_kernel_of_one_token_gets_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on a Hopper alone: its launch is caught, and every stride compared with the tensor it belongs to."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from perilune.ops.kda import decode_launch, gluon_token
+
+    names, got = gluon_token.decode_kernel.arg_names, {}
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]):
+            return lambda *args, **settings: got.update(zip(names, args), grid=grid, **settings)
+
+    monkeypatch.setattr(gluon_token, "decode_kernel", Kernel())
+    monkeypatch.setattr(decode_launch, "on_hopper", lambda _: True)
+    x, gate, beta, z = torch.empty(4, 1, 3 * 256), *(torch.empty(4, 1, 2, *d) for d in ((128,), (), (128,)))
+    state, tail = torch.empty(5, 2, 128, 128).transpose(2, 3), torch.empty(5, 3 * 256, 3)
+    weights = {"conv_weight": torch.empty(3 * 256, 4), "A_log": torch.empty(2), "dt_bias": torch.empty(2, 128)}
+    slots = torch.arange(8)[::2]
+    weights |= {"norm_weight": torch.empty(128), "state": state, "tail": tail, "slots": slots}
+    decode(x, gate, beta, z, lower_bound=-5.0, eps=0.5, impl="kernel", **weights)
+    assert set(got) == {*names, "grid", "num_warps", "maxnreg"} and got["grid"] == (8,)
+    strides = {"x_r": 768, "g_r": 256, "g_h": 128, "b_r": 2, "b_h": 1, "z_r": 256, "z_h": 128, "c_c": 4, "c_t": 1}
+    strides |= {"s_n": 32768, "s_h": 16384, "s_k": 1, "s_v": 128, "t_n": 2304, "t_p": 768, "t_h": 384, "t_v": 384}
+    strides |= {"t_c": 3, "t_w": 1, "slot_r": 2, "eps": 0.5, "lower_bound": -5.0, "KEY_FIRST": True}
+    assert {name: got[name] for name in strides} == strides
+    assert got["state"] is state and got["slots"] is slots and got["out_gate"] is z
+
+
+def test_states_are_streamed_where_their_rows_are_whole() -> None:
+    """Either axis may be the contiguous one; smaller heads and rows that are not aligned take the other kernel."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from perilune.ops.kda.decode_launch import streams
+
+    state = torch.zeros(2, 3, 128, 128)
+    assert streams(state) and streams(state.transpose(2, 3))
+    assert not streams(state[..., ::2, ::2])
+    assert not streams(torch.zeros(2, 3, 64, 64))
+    assert not streams(torch.zeros(2, 3, 128, 136)[..., :128])
+    assert not streams(torch.zeros(2 * 3 * 128 * 128 + 1)[1:].view(2, 3, 128, 128))

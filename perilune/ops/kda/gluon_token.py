@@ -1,0 +1,186 @@
+# mypy: allow-untyped-defs
+"""`gluon_decode` for windows of one token: the state rests in shared memory, which bounds nothing but its traffic.
+
+    S ← diag(d) S      u = σ(β) (v − Sᵀk)      S ← S + k uᵀ      o = Sᵀq = (dq)ᵀS_before + u (k·q)
+
+The copy of a head's state starts before anything else and lands while conv, norms and gate of the token are computed.
+Both reads of the state need only d·k and d·q, so one pass serves both; a second one updates and stores. Registers hold
+a piece of 32 rows at a time, so two to three programs fit a processor and one's copy hides another's passes.
+Where keys are contiguous a piece is 32 values of all keys, and one visit does everything.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+from perilune.ops.kda.gluon_decode import decay_of, history, remember, sigmoid, silu_conv
+
+
+@gluon.constexpr_function
+def flat(rank):
+    return gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])
+
+
+@gluon.constexpr_function
+def piece(key_first):
+    """[32,128] of the state, 16 bytes an access; a key-first warp spreads a value's keys over eight lanes only."""
+    return gl.BlockedLayout([1, 4], [4, 8] if key_first else [1, 32], [8, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def pieces(key_first):
+    """[n,32,128], each as `piece`."""
+    return gl.BlockedLayout([1, 1, 4], [1, 4, 8] if key_first else [1, 1, 32], [1, 8, 1], [2, 1, 0])
+
+
+@gluon.jit
+def add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@gluon.jit
+def add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@gluon.jit
+def bring(room, at, stride, layout: gl.constexpr):
+    """Starts the copy of rows [n,32,F], `stride` numbers apart."""
+    n = gl.arange(0, room.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    i = gl.arange(0, room.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    j = gl.arange(0, room.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    n, i = gl.expand_dims(gl.expand_dims(n, 1), 2), gl.expand_dims(gl.expand_dims(i, 0), 2)
+    j = gl.expand_dims(gl.expand_dims(j, 0), 1)
+    async_copy.async_copy_global_to_shared(room, at + ((n * 32 + i) * stride + j))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def keep(x):
+    """A vector where every thread can read it."""
+    room = gl.allocate_shared_memory(gl.float32, x.shape, flat(1))
+    room.store(x)
+    return room
+
+
+@gluon.jit
+def part(room, n, layout: gl.constexpr):
+    """Numbers [32n, 32n + 32) of a kept vector."""
+    room = room._reinterpret(gl.float32, [room.shape[0] // 32, 32], flat(1))
+    return room.index(n).load(gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def column(room, n, layout: gl.constexpr):
+    return gl.expand_dims(part(room, n, layout), 1)
+
+
+@gluon.jit
+def whole(room, layout: gl.constexpr):
+    """A kept vector, a row."""
+    return gl.expand_dims(room.load(gl.SliceLayout(0, layout)), 0)
+
+
+@gluon.jit
+def by_values(room, at, stride, dq, dk, d, k, v, o, b, qk, V: gl.constexpr, layout: gl.constexpr):
+    """Pieces of 32 values: read, answer, update, store. `at` points at the piece a thread has of the first 32."""
+    o = o._reinterpret(gl.float32, [V // 32, 32], flat(1))
+    dq, dk, d, k = whole(dq, layout), whole(dk, layout), whole(d, layout), whole(k, layout)
+    for n in range(0, V // 32):
+        S = room.index(n).load(layout)
+        seen, out = gl.reduce((S * dk, S * dq), 1, add2)
+        u = b * (part(v, n, layout) - seen)
+        o.index(n).store(out + u * qk)
+        gl.store(at + n * 32 * stride, S * d + k * gl.expand_dims(u, 1))
+
+
+@gluon.jit
+def by_keys(room, at, stride, dq, dk, d, k, v, o, b, qk, K: gl.constexpr, V: gl.constexpr, layout: gl.constexpr):
+    """Pieces of 32 keys, all values each: one pass to read, one to update and store."""
+    seen = gl.zeros((32, V), gl.float32, layout)
+    out = seen
+    for n in range(0, K // 32):
+        S = room.index(n).load(layout)
+        seen += S * column(dk, n, layout)
+        out += S * column(dq, n, layout)
+    seen, out = gl.reduce((seen, out), 0, add2)
+    u = b * (v.load(gl.SliceLayout(0, layout)) - seen)
+    o.store(out + u * qk)
+    u = gl.expand_dims(u, 0)
+    for n in range(0, K // 32):
+        S = room.index(n).load(layout) * column(d, n, layout) + column(k, n, layout) * u
+        gl.store(at + n * 32 * stride, S)
+
+
+@gluon.jit
+def decode_kernel(
+    x, gate, beta, out_gate, o, conv, A_log, dt_bias, norm, state, tail, slots,
+    x_r, g_r, g_h, b_r, b_h, z_r, z_h, c_c, c_t, s_n, s_h, s_k, s_v, t_n, t_p, t_h, t_v, t_c, t_w, slot_r,
+    scale, lower_bound, eps, H: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    FLOORED: gl.constexpr, KEY_FIRST: gl.constexpr,
+):  # fmt: skip
+    """One program a request and key head; arguments as in `gluon_decode`."""
+    HV: gl.constexpr = H * GROUP
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    tile: gl.constexpr = piece(KEY_FIRST)
+    CUT: gl.constexpr = V if KEY_FIRST else K  # the axis in pieces of 32
+    LONG: gl.constexpr = K if KEY_FIRST else V  # the contiguous one
+    row, key_head = (gl.program_id(0) // H).to(gl.int64), gl.program_id(0) % H
+    c, e = gl.arange(0, K, layout=line), gl.arange(0, V, layout=line)
+    slot = gl.load(slots + row * slot_r).to(gl.int64)
+    if slot < 0:
+        for j in gl.static_range(GROUP):
+            at = (row * HV + key_head * GROUP + j) * V
+            gl.store(o + at + e, gl.zeros((V,), o.dtype.element_ty, line))
+        return
+    room = gl.allocate_shared_memory(gl.float32, [CUT // 32, 32, LONG], flat(3))
+    by_piece = room._reinterpret(gl.float32, [CUT // 32, 32, LONG], flat(2))
+    room_o = gl.allocate_shared_memory(gl.float32, [V], flat(1))
+    i = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(1, tile)), 1)
+    j = gl.expand_dims(gl.arange(0, LONG, layout=gl.SliceLayout(0, tile)), 0)
+    stride = s_v if KEY_FIRST else s_k
+    qc = key_head * K + c
+    kc = H * K + qc
+    x += row * x_r
+    tail += slot * t_n
+    q_tail = tail + key_head * t_h + c * t_c
+    k_tail = q_tail + t_p
+    for g in gl.static_range(GROUP):
+        head = key_head * GROUP + g
+        sp = state + (slot * s_n + head * s_h)
+        bring(room, sp, stride, pieces(KEY_FIRST))
+        vc = 2 * H * K + head * V + e
+        v_tail = tail + 2 * t_p + head * t_v + e * t_c
+        q0, q1, q2 = history(q_tail, t_w)
+        k0, k1, k2 = history(k_tail, t_w)
+        v0, v1, v2 = history(v_tail, t_w)
+        xq, xk, xv = gl.load(x + qc).to(gl.float32), gl.load(x + kc).to(gl.float32), gl.load(x + vc).to(gl.float32)
+        z = gl.load(gate + row * g_r + head * g_h + c).to(gl.float32) + gl.load(dt_bias + head * K + c).to(gl.float32)
+        b = sigmoid(gl.load(beta + row * b_r + head * b_h).to(gl.float32))
+        y_gate = gl.load(out_gate + row * z_r + head * z_h + e).to(gl.float32)
+        weight = gl.load(norm + e).to(gl.float32)
+        rate = gl.exp(gl.load(A_log + head).to(gl.float32))
+        q = silu_conv(xq, q0, q1, q2, conv + qc * c_c, c_t)
+        k = silu_conv(xk, k0, k1, k2, conv + kc * c_c, c_t)
+        v = silu_conv(xv, v0, v1, v2, conv + vc * c_c, c_t)
+        d = decay_of(z, rate, lower_bound, FLOORED)
+        qq, kk, qk = gl.reduce((q * q, k * k, q * k), 0, add3)
+        q_unit, k_unit = gl.rsqrt(qq + 1e-6) * scale, gl.rsqrt(kk + 1e-6)
+        q, k, qk = q * q_unit, k * k_unit, qk * q_unit * k_unit
+        kept = keep(q * d), keep(k * d), keep(d), keep(k), keep(v)
+        remember(v_tail, t_w, v1, v2, xv)
+        if g == GROUP - 1:
+            remember(q_tail, t_w, q1, q2, xq)
+            remember(k_tail, t_w, k1, k2, xk)
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        if KEY_FIRST:
+            by_values(by_piece, sp + (i * stride + j), stride, kept[0], kept[1], kept[2], kept[3], kept[4],
+                      room_o, b, qk, V, tile)  # fmt: skip
+        else:
+            by_keys(by_piece, sp + (i * stride + j), stride, kept[0], kept[1], kept[2], kept[3], kept[4],
+                    room_o, b, qk, K, V, tile)  # fmt: skip
+        gl.thread_barrier()
+        y = room_o.load(line)
+        y *= gl.rsqrt(gl.sum(y * y, 0) / V + eps) * weight * sigmoid(y_gate)
+        gl.store(o + (row * HV + head) * V + e, y.to(o.dtype.element_ty))
