@@ -10,7 +10,9 @@ from typing import Any, Protocol
 from perilune.sandbox.agent import wire
 from perilune.sandbox.agent.stream import Event, Inbox, Stream
 from perilune.sandbox.agent.wire import Command, Type
-from perilune.sandbox.errors import NotFound, SandboxError, TimedOut
+from perilune.sandbox.errors import NotFound, OutOfCapacity, SandboxError, TimedOut
+
+LONGEST = 64 << 20  # bytes of a command's output kept in memory
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,6 @@ class Process:
     def __init__(self, stream: Stream, inbox: Inbox) -> None:
         self._stream, self._inbox = stream, inbox
         self._end: Event | None = None
-        self._out: dict[int, bytearray] = {wire.OUTPUT: bytearray(), wire.ERRORS: bytearray()}
 
     @property
     def pid(self) -> int:
@@ -45,17 +46,22 @@ class Process:
                 self._end = event
             elif event.type is Type.DATA:
                 event.done()
-                self._out[event.channel] += event.data
                 yield ("stderr" if event.channel == wire.ERRORS else "stdout"), event.data
 
-    def wait(self, timeout: float | None = None) -> Result:
-        """Its result; TimedOut leaves it running."""
-        for _ in self.events(timeout):
-            pass
+    def wait(self, timeout: float | None = None, on_output: Callable[[str, bytes], None] | None = None) -> Result:
+        """Its result, with the output that `events` has not given away; TimedOut leaves it running, OutOfCapacity
+        (more than LONGEST bytes) kills it."""
+        out = {"stdout": bytearray(), "stderr": bytearray()}
+        for name, data in self.events(timeout):
+            out[name] += data
+            if on_output:
+                on_output(name, data)
+            if len(out[name]) > LONGEST:
+                self.kill()
+                raise OutOfCapacity(f"the command wrote more than {LONGEST >> 20} MiB: send it to a file")
         assert self._end is not None
-        code, number = self._end.numbers
-        out, err = (bytes(self._out[channel]).decode(errors="replace") for channel in (wire.OUTPUT, wire.ERRORS))
-        return Result(out, err, code, number)
+        texts = [bytes(text).decode(errors="replace") for text in out.values()]
+        return Result(texts[0], texts[1], *self._end.numbers)
 
     def write(self, data: str | bytes) -> None:
         """To its standard input or terminal."""
@@ -135,14 +141,11 @@ class Commands:
                 process.write(stdin)
                 process.close_stdin()
         try:
-            for name, data in process.events(timeout):
-                if on_output:
-                    on_output(name, data)
+            return process.wait(timeout, on_output)
         except TimedOut:
             _ = self._box.live  # a machine that stands still says why
             process.kill()
             raise TimedOut(f"the command did not end within {timeout:g} s and was killed: {command!r}") from None
-        return process.wait()
 
     def list(self) -> list[tuple[int, Command]]:
         """(pid, command) of what runs."""

@@ -6,9 +6,12 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+_MOST_CONNECTIONS, _MOST_QUESTIONS = 512, 64  # of one guest at once
+_HEAD_S = 10.0  # within which a connection says what it wants
 Permits = Callable[[str, str], str | None]
 _ORIGINAL_DESTINATION = 80  # SO_ORIGINAL_DST
 
@@ -23,11 +26,19 @@ def resolver() -> str:
     return "1.1.1.1"
 
 
+@contextlib.contextmanager
+def _given_back(room: threading.Semaphore) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        room.release()
+
+
 class NameServer:
     """Forwards questions from a socket inside the namespace to the host's name server."""
 
     def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
+        self._listener, self._room = listener, threading.Semaphore(_MOST_QUESTIONS)
         threading.Thread(target=self._serve, daemon=True, name="names").start()
 
     def _serve(self) -> None:
@@ -36,10 +47,15 @@ class NameServer:
                 question, asker = self._listener.recvfrom(4096)
             except OSError:
                 return
-            threading.Thread(target=self._answer, args=(question, asker), daemon=True).start()
+            if self._room.acquire(blocking=False):  # else it is lost, as datagrams may be
+                threading.Thread(target=self._answer, args=(question, asker), daemon=True).start()
 
     def _answer(self, question: bytes, asker: tuple[str, int]) -> None:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as upstream:
+        with (
+            _given_back(self._room),
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as upstream,
+        ):
             upstream.settimeout(5)
             upstream.sendto(question, (resolver(), 53))
             self._listener.sendto(upstream.recv(4096), asker)
@@ -56,6 +72,7 @@ class Splicer:
 
     def __init__(self, listener: socket.socket, secure: bool, permits: Permits) -> None:
         self._listener, self._secure, self._permits = listener, secure, permits
+        self._room = threading.Semaphore(_MOST_CONNECTIONS)
         threading.Thread(target=self._serve, daemon=True, name="egress").start()
 
     def _serve(self) -> None:
@@ -64,11 +81,13 @@ class Splicer:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            if not self._room.acquire(blocking=False):
+                client.close()
+                continue
             threading.Thread(target=self._carry, args=(client,), daemon=True).start()
 
     def _carry(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError), client:
-            client.settimeout(10)
+        with _given_back(self._room), contextlib.suppress(OSError, ValueError), client:
             raw = client.getsockopt(socket.SOL_IP, _ORIGINAL_DESTINATION, 16)
             port, packed = struct.unpack_from("!2xH4s", raw)
             head = _head(client, tls_complete if self._secure else http_complete)
@@ -98,8 +117,9 @@ def resolve(name: str) -> str | None:
 
 
 def _head(client: socket.socket, complete: Callable[[bytes], bool]) -> bytes:
-    head = b""
+    head, until = b"", time.monotonic() + _HEAD_S
     while not complete(head) and len(head) < 16384:
+        client.settimeout(max(0.001, until - time.monotonic()))
         part = client.recv(4096)
         if not part:
             break

@@ -1,7 +1,7 @@
 """A guest's file system, seen from the host."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from perilune.sandbox.agent import wire
 from perilune.sandbox.agent.stream import Event, check
@@ -22,6 +22,10 @@ class Files:
     def read(self, path: str, user: str | None = None) -> bytes:
         """All of a file; GuestError with the errno."""
         return self._call(Op.READ, user, path)
+
+    def pieces(self, path: str, user: str | None = None) -> Iterator[bytes]:
+        """The same, as it comes."""
+        return self._box.live.agent.read(Op.READ, user or self._box.record.user, path)
 
     def read_text(self, path: str, user: str | None = None) -> str:
         """All of a file as UTF-8."""

@@ -18,6 +18,7 @@ from perilune.sandbox.runtime import Runtime
 from perilune.sandbox.snapshot import Snapshot
 from perilune.sandbox.vmm.driver import Rates
 
+_DEEPEST = 256  # directories within directories
 _lock = threading.Lock()
 _default: Runtime | None = None
 
@@ -144,14 +145,24 @@ class Sandbox:
             self.files.write(target, iter(lambda: file.read(1 << 18), b""), user, source.stat().st_mode & 0o777)
 
     def copy_out(self, source: str, target: Path, user: str | None = None) -> None:
-        """A file or a directory to the host. Names come from the guest, so only plain ones are used."""
+        """A file or a directory to the host. Names come from the guest, so only plain ones are used, and no link of
+        the host's is followed."""
+        self._copy_out(source, target, user, 0)
+
+    def _copy_out(self, source: str, target: Path, user: str | None, depth: int) -> None:
+        if depth > _DEEPEST:
+            raise InvalidRequest(f"{source} lies deeper than {_DEEPEST} directories")
+        if depth and target.is_symlink():
+            raise InvalidRequest(f"{target} is a link")
         if self.files.stat(source, user).kind != "d":
-            target.write_bytes(self.files.read(source, user))
+            with target.open("wb") as file:
+                for piece in self.files.pieces(source, user):
+                    file.write(piece)
             return
         target.mkdir(parents=True, exist_ok=True)
         for entry in self.files.list(source, user=user):
-            if "/" not in entry.name and entry.name not in (".", "..") and entry.kind in "df":
-                self.copy_out(entry.path, target / entry.name, user)
+            if "/" not in entry.name and entry.name not in (".", "..") and entry.kind in ("d", "f"):
+                self._copy_out(entry.path, target / entry.name, user, depth + 1)
 
     def __enter__(self) -> "Sandbox":
         return self

@@ -44,6 +44,7 @@ class Clock:
             self._watch_disk()
             self._more()
             for live in list(self._roster.lives.values()):
+                live.machine.trim()
                 if live.record.phase is Phase.RUNNING and live.record.end is not None and live.record.end <= now:
                     with contextlib.suppress(SandboxError, OSError):
                         self._expire(live.record.id)

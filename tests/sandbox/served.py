@@ -5,33 +5,29 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from aiohttp import web
+from perilune.sandbox.http.app import Server
 
 
 @contextlib.contextmanager
-def served(app: web.Application) -> Iterator[int]:
+def served(server: Server) -> Iterator[int]:
     """The port it listens on."""
     loop, started, found = asyncio.new_event_loop(), threading.Event(), []
+    stop = asyncio.Event()
 
-    async def begin() -> web.AppRunner:
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        found.append(site._server.sockets[0].getsockname()[1])  # type: ignore[union-attr]
-        return runner
+    async def run() -> None:
+        async with server.listening("127.0.0.1", 0) as port:
+            found.append(port)
+            started.set()
+            await stop.wait()
 
     def serve() -> None:
         asyncio.set_event_loop(loop)
-        runner = loop.run_until_complete(begin())
-        started.set()
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
+        loop.run_until_complete(run())
         loop.close()
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     assert started.wait(10)
     yield found[0]
-    loop.call_soon_threadsafe(loop.stop)
+    loop.call_soon_threadsafe(stop.set)
     thread.join(20)

@@ -21,7 +21,7 @@ KEY = "e2b_" + "0" * 40
 
 @pytest.fixture(scope="module")
 def url(runtime: Runtime) -> Iterator[str]:
-    with served(Server(runtime, Keys.load(runtime.home, KEY)).app()) as port:
+    with served(Server(runtime, Keys.load(runtime.home, KEY))) as port:
         found = f"http://127.0.0.1:{port}"
         os.environ |= {"E2B_API_URL": found, "E2B_SANDBOX_URL": found, "E2B_API_KEY": KEY}
         yield found

@@ -4,7 +4,9 @@ comes, the answer is a refusal in the protocol's words, never a fault of ours.""
 import contextlib
 import http.client
 import json
+import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from sandbox.served import served
 from perilune.sandbox.agent import wire
 from perilune.sandbox.catalogue import Phase, Record
 from perilune.sandbox.errors import GuestError, InvalidRequest, NotFound
-from perilune.sandbox.http import connect
+from perilune.sandbox.http import connect, silence
 from perilune.sandbox.http.app import Server
 from perilune.sandbox.http.auth import Keys
 
@@ -87,7 +89,7 @@ class Runtime:
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     home = tmp_path_factory.mktemp("http")
-    with served(Server(Runtime(home), Keys.load(home, KEY)).app()) as found:  # type: ignore[arg-type]
+    with served(Server(Runtime(home), Keys.load(home, KEY))) as found:  # type: ignore[arg-type]
         yield found
 
 
@@ -175,3 +177,46 @@ def test_an_oversized_envelope_is_refused_before_it_is_read(port: int) -> None:
 def test_paths_are_the_guests_business_and_never_the_hosts(port: int, path: str) -> None:
     status, answer = _post(port, path, b"x")
     assert 400 <= status < 500 and b"root:" not in answer
+
+
+def test_whoever_connects_and_says_nothing_is_let_go(tmp_path: Path) -> None:
+    server = Server(Runtime(tmp_path), Keys.load(tmp_path, KEY), patience_s=0.5)  # type: ignore[arg-type]
+    with served(server) as port, contextlib.ExitStack() as stack:
+        mute, slow, kept = (stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3))
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert kept.recv(100).startswith(b"HTTP/1.1 204")
+        until = time.monotonic() + 5
+        with contextlib.suppress(OSError):  # closed while we drip
+            while time.monotonic() < until:
+                slow.sendall(b"G")
+                time.sleep(0.1)
+        assert time.monotonic() < until
+        mute.settimeout(5)
+        assert _ended(mute)
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert kept.recv(100).startswith(b"HTTP/1.1 204")
+
+
+def _ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_body_that_never_ends_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "BODY_S", 0.3)
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(
+            f"POST /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEY}\r\nContent-Length: 9\r\n\r\n{{".encode()
+        )
+        client.settimeout(5)
+        assert client.recv(100).startswith(b"HTTP/1.1 504")
+
+
+@pytest.mark.parametrize("token", ["é", "\udcff", "x" * 8000])
+def test_a_token_of_any_bytes_is_only_wrong(port: int, token: str) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        head = f"GET /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {token}\r\n\r\n"
+        client.sendall(head.encode("utf-8", "surrogateescape"))
+        assert client.recv(100).startswith(b"HTTP/1.1 401")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from perilune.sandbox.errors import InvalidRequest, SandboxError
 from perilune.sandbox.images import ext4
 from perilune.sandbox.images.recipe import parse
-from perilune.sandbox.images.source import Builder, image_defaults, tree_digest
+from perilune.sandbox.images.source import Builder, Layout, image_defaults, tree_digest
 from perilune.sandbox.images.unpack import inside, unpack
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a confined process needs root (chroot)")
@@ -75,14 +75,14 @@ def test_an_oci_layout_becomes_a_tree(tmp_path: Path) -> None:
     )
     layout = _layout(tmp_path / "layout", [lower, upper], {"User": "1000:1000", "Env": ["A=b=c"], "Cmd": ["run", "it"]})
     builder = Builder(tmp_path / "cache", 64)
-    for name in ("cache", "work", "more"):
-        (tmp_path / name).mkdir()
     manifest = json.loads((layout / "index.json").read_text())["manifests"][0]["digest"].split(":")[1]
     digests = [x["digest"] for x in json.loads((layout / "blobs" / "sha256" / manifest).read_text())["layers"]]
-    tree = builder._stack(layout, digests, tmp_path / "work")
+    tree = builder._stack(Layout(layout, layout / "blobs"), digests, tmp_path / "work")
     found = sorted(str(path.relative_to(tree)) for path in tree.rglob("*"))
     assert found == ["etc", "etc/2", "etc/keep", "opt", "opt/new"]
-    again = builder._stack(layout, digests, tmp_path / "more")  # the lowest layer comes from the cache now
+    again = builder._stack(
+        Layout(layout, layout / "blobs"), digests, tmp_path / "more"
+    )  # the lowest layer comes from the cache now
     assert tree_digest(again) == tree_digest(tree)
     image = builder.layout(layout)
     assert image.raw.stat().st_size == 64 << 20 and builder.layout(layout).raw == image.raw

@@ -13,8 +13,10 @@ from pathlib import Path
 from perilune.sandbox.agent import wire
 from perilune.sandbox.agent.stream import Event, Inbox, Sink, Stream, check
 from perilune.sandbox.agent.wire import Command, Frame, Op, Parser, Type
-from perilune.sandbox.errors import Conflict, MachineLost, NotFound, SandboxError, TimedOut
+from perilune.sandbox.errors import Conflict, MachineLost, NotFound, OutOfCapacity, SandboxError, TimedOut
 from perilune.sandbox.vmm.qmp import connect
+
+_LONGEST = 256 << 20  # bytes of an answer kept in memory: a file may grow for ever
 
 
 class Agent:
@@ -212,11 +214,15 @@ class Agent:
         """The commands that run in the guest; makes streams for those that this host does not know (after adopt or
         fork)."""
         stream, inbox, found = self._open(), Inbox(), []
+        stream.window = _LONGEST
         stream.listen(inbox)
         self.send(Type.LIST, stream.number)
         while (event := inbox.get(timeout_s)).type is Type.DATA:
-            number, pid, room, length = struct.unpack_from("<IIII", event.data)
-            command = Command.unpack(event.data[16 : 16 + length])
+            try:
+                number, pid, room, length = struct.unpack_from("<IIII", event.data)
+                command = Command.unpack(event.data[16 : 16 + length])
+            except (struct.error, IndexError, ValueError):
+                raise MachineLost("the guest agent sent a malformed list of commands") from None
             with self._lock:
                 known = self._streams.setdefault(number, Stream(self, number, command))
                 self._number = max(self._number, number)
@@ -257,7 +263,12 @@ class Agent:
         self, op: Op, user: str, first: str = "", second: str = "", number: int = 0, timeout_s: float = 60.0
     ) -> bytes:
         """A file operation from start to end: its records, or GuestError with its errno."""
-        return b"".join(self.read(op, user, first, second, number, timeout_s))
+        found = bytearray()
+        for piece in self.read(op, user, first, second, number, timeout_s):
+            found += piece
+            if len(found) > _LONGEST:
+                raise OutOfCapacity(f"{first or 'the answer'} is longer than {_LONGEST >> 20} MiB: read it in pieces")
+        return bytes(found)
 
     def read(
         self, op: Op, user: str, first: str = "", second: str = "", number: int = 0, timeout_s: float = 60.0

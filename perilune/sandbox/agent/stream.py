@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perilune.sandbox.agent.wire import CHUNK, INBOX, Command, Frame, Type
-from perilune.sandbox.errors import GuestError, NotFound, SandboxError, TimedOut
+from perilune.sandbox.agent.wire import CHUNK, INBOX, WINDOW, Command, Frame, Type
+from perilune.sandbox.errors import GuestError, MachineLost, NotFound, SandboxError, TimedOut
 
 if TYPE_CHECKING:
     from perilune.sandbox.agent.client import Agent
@@ -33,6 +33,7 @@ class Event:
         return struct.unpack(f"<{len(self.data) // 4}i", self.data[: len(self.data) // 4 * 4])
 
 
+_MOST_SIGNS = 8  # STARTED, END of either direction, EXITED
 Sink = Callable[[Event], None]
 
 
@@ -46,6 +47,8 @@ class Stream:
         self.over: Event | None = None
         self._sinks: list[Sink] = []
         self._room = INBOX
+        self.window = WINDOW  # bytes that may wait for a listener
+        self._waiting = self._signs = 0
         self._changed = threading.Condition()
 
     def listen(self, sink: Sink) -> None:
@@ -70,6 +73,10 @@ class Stream:
             return
         if kind is Type.STARTED:
             (self.pid,) = struct.unpack("<i", frame.payload)
+        self._waiting += len(frame.payload) if kind is Type.DATA else 0
+        self._signs += kind is not Type.DATA
+        if self._waiting > self.window or self._signs > _MOST_SIGNS:  # the honest agent waits for credit
+            raise MachineLost("the guest agent sent more than it was granted")
         with self._changed:
             sinks = list(self._sinks)
         event = Event(kind, frame.channel, frame.payload, self._granter(len(frame.payload), len(sinks)))
@@ -77,11 +84,14 @@ class Stream:
             (number,) = struct.unpack_from("<i", frame.payload)
             event = Event(kind, error=GuestError(number, frame.payload[4:].decode(errors="replace")))
         if kind in (Type.EXITED, Type.FAILED):
+            if kind is Type.EXITED and len(frame.payload) != 8:
+                raise MachineLost("the guest agent sent a malformed exit")
             self._finish(event)
             return
         for sink in sinks:
             sink(event)
         if kind is Type.DATA and not sinks:
+            self._waiting -= len(frame.payload)
             self.agent.send(Type.CREDIT, self.number, struct.pack("<I", len(frame.payload)))
 
     def _granter(self, size: int, listeners: int) -> Callable[[], None]:
@@ -90,6 +100,7 @@ class Stream:
 
         def done() -> None:
             left[0] -= 1
+            self._waiting -= 0 if left[0] else size
             if left[0] == 0 and not self.over:
                 with contextlib.suppress(SandboxError):
                     self.agent.send(Type.CREDIT, self.number, struct.pack("<I", size))

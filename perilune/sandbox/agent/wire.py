@@ -152,6 +152,8 @@ def entries(records: bytes) -> list[Entry]:
     """Parse STAT and LISTDIR records."""
     found, at = [], 0
     while at < len(records):
+        if at + _ENTRY.size > len(records):
+            raise MachineLost("the guest agent sent a malformed directory entry")
         length, kind, final, mode, size, when = _ENTRY.unpack_from(records, at)
         if length < _ENTRY.size + 4 or at + length > len(records):
             raise MachineLost("the guest agent sent a malformed directory entry")

@@ -1,15 +1,17 @@
 """The server: E2B's API on one port. Requests that name a sandbox go to it, all others to the control plane."""
 
+import asyncio
 import contextlib
 import json
 import re
+import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 
 from perilune.sandbox.errors import InvalidRequest, NotFound, SandboxError, Unauthorized
-from perilune.sandbox.http import openapi
+from perilune.sandbox.http import openapi, silence
 from perilune.sandbox.http.auth import Keys
 from perilune.sandbox.http.bridge import blocking
 from perilune.sandbox.http.control import Control
@@ -48,8 +50,11 @@ def refuse(error: SandboxError) -> web.Response:
 class Server:
     """One runtime behind HTTP."""
 
-    def __init__(self, runtime: Runtime, keys: Keys, domain: str = "localhost", internet: bool = False) -> None:
-        self.runtime, self.keys = runtime, keys
+    def __init__(
+        self, runtime: Runtime, keys: Keys, domain: str = "localhost", internet: bool = False, patience_s: float = 15.0
+    ) -> None:
+        self.runtime, self.keys, self.patience_s = runtime, keys, patience_s
+        self._spoken: set[asyncio.BaseProtocol] = set()
         self.control = Control(runtime, keys, domain, internet)
         self.templates = Templates(runtime)
         self.metrics = Metrics(runtime)
@@ -68,8 +73,24 @@ class Server:
         app.on_cleanup.append(self._cleanup)
         return app
 
+    @contextlib.asynccontextmanager
+    async def listening(self, host: str, port: int) -> AsyncIterator[int]:
+        """Serve; gives the port."""
+        runner = web.AppRunner(self.app(), access_log=None)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, host, port)
+            await site.start()
+            assert runner.server is not None
+            watching = asyncio.create_task(silence.watch(runner.server, self._spoken, self.patience_s))
+            yield runner.addresses[0][1]
+            watching.cancel()
+        finally:
+            await runner.cleanup()
+
     @web.middleware
     async def _gate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._spoken.add(request.protocol)
         began, where = time.perf_counter(), None
         response: web.StreamResponse
         try:
@@ -124,9 +145,18 @@ class Server:
 
 
 def serve(runtime: Runtime, host: str, port: int, keys: Keys, domain: str, internet: bool) -> None:
-    """Until interrupted. Running sandboxes then go on; the next server adopts them."""
-    app = Server(runtime, keys, domain, internet).app()
+    """Until SIGINT or SIGTERM. Running sandboxes then go on; the next server adopts them."""
+
+    async def run() -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        async with Server(runtime, keys, domain, internet).listening(host, port):
+            await stop.wait()
+
     try:
-        web.run_app(app, host=host, port=port, print=None, access_log=None)
+        asyncio.run(run())
+    except OSError as error:
+        raise InvalidRequest(f"{host}:{port} cannot be listened on: {error.strerror}") from None
     finally:
         runtime.release()

@@ -13,6 +13,11 @@ from pathlib import Path
 from perilune.sandbox.errors import InvalidRequest, Unauthorized
 
 
+def same(given: str, wanted: str) -> bool:
+    """Compared in constant time; `given` may be any bytes that a header carries."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted.encode())
+
+
 @dataclass(frozen=True)
 class Keys:
     """The server's secrets."""
@@ -30,7 +35,7 @@ class Keys:
 
     def check(self, given: str | None) -> None:
         """Unauthorized unless `given` is the API key."""
-        if given is None or not hmac.compare_digest(given.encode(), self.api_key.encode()):
+        if not same(given or "", self.api_key):
             raise Unauthorized("the API key is missing or wrong (header X-API-Key)")
 
     def access(self, sandbox: str) -> str:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from perilune.sandbox.catalogue import Network, Phase, Record
 from perilune.sandbox.errors import InvalidRequest, NotFound, SandboxError
-from perilune.sandbox.http import connect, envd
+from perilune.sandbox.http import connect, envd, silence
 from perilune.sandbox.http.auth import Keys
 from perilune.sandbox.http.bridge import blocking
 from perilune.sandbox.runtime import Request, Runtime
@@ -130,7 +130,7 @@ class Control:
     @staticmethod
     async def body(request: web.Request) -> dict[str, Any]:
         """The request's JSON object, {} when empty."""
-        return connect.message(await request.read())
+        return connect.message(await silence.body(request))
 
     # ---- sandboxes ----
 

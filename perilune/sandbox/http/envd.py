@@ -5,7 +5,6 @@ import base64
 import binascii
 import contextlib
 import hashlib
-import hmac
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
@@ -18,7 +17,8 @@ from perilune.sandbox.agent import wire
 from perilune.sandbox.agent.stream import check
 from perilune.sandbox.agent.wire import Op, Type
 from perilune.sandbox.errors import GuestError, InvalidRequest, MachineLost, NotFound, SandboxError, Unauthorized
-from perilune.sandbox.http import connect
+from perilune.sandbox.http import connect, silence
+from perilune.sandbox.http.auth import same
 from perilune.sandbox.http.bridge import AsyncInbox, blocking
 from perilune.sandbox.http.directories import Directories
 from perilune.sandbox.http.processes import Items, Processes
@@ -82,7 +82,7 @@ class Envd:
 
     def _authorize(self, request: web.Request, identity: str) -> None:
         expected = self._token(identity)
-        if expected is None or hmac.compare_digest(request.headers.get("X-Access-Token", ""), expected):
+        if expected is None or same(request.headers.get("X-Access-Token", ""), expected):
             return
         query = request.query
         if request.path == "/files" and "signature" in query:
@@ -90,7 +90,7 @@ class Envd:
             expires = query.get("signature_expiration")
             wanted = signature(query.get("path", ""), operation, query.get("username", ""), expected, expires)
             fresh = expires is None or (expires.isdigit() and int(expires) > time.time())
-            if fresh and hmac.compare_digest(wanted, query["signature"]):
+            if fresh and same(query["signature"], wanted):
                 return
         raise Unauthorized("the sandbox's access token is missing or wrong")
 
@@ -110,12 +110,12 @@ class Envd:
     async def _call(self, request: web.Request, live: Live) -> web.Response:
         try:
             if request.path == "/process.Process/StreamInput":
-                await self._processes.stream_input(live, await request.read())
+                await self._processes.stream_input(live, await silence.body(request))
                 return web.json_response({})
             method = self._unary.get(request.path)
             if method is None:
                 raise NotFound(f"{request.path} is not part of this API")
-            body = connect.message(await request.read())
+            body = connect.message(await silence.body(request))
             return web.json_response(await method(live, body, self._user(request, live)))
         except (SandboxError, ValueError, TypeError, AttributeError, KeyError) as error:
             known = isinstance(error, SandboxError)
@@ -125,7 +125,7 @@ class Envd:
         response = web.StreamResponse(headers={"Content-Type": "application/connect+json"})
         keepalive = request.headers.get("Keepalive-Ping-Interval", "")
         interval = float(keepalive) if keepalive.isdigit() and int(keepalive) else None
-        raw = await request.read()
+        raw = await silence.body(request)
         await response.prepare(request)
         end: dict[str, Any] = {}
         try:

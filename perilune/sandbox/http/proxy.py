@@ -3,7 +3,6 @@ needed."""
 
 import asyncio
 import contextlib
-import hmac
 import tempfile
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from aiohttp import web
 
 from perilune.sandbox.agent.wire import Type
 from perilune.sandbox.errors import GuestError, MachineLost, SandboxError, Unauthorized
-from perilune.sandbox.http.auth import Keys
+from perilune.sandbox.http.auth import Keys, same
 from perilune.sandbox.http.bridge import AsyncInbox, blocking
 from perilune.sandbox.runtime import Runtime
 
@@ -33,8 +32,7 @@ class Proxy:
     def _authorize(self, request: web.Request, identity: str) -> None:
         if self._runtime.record(identity).network.public:
             return
-        given = request.headers.get("E2b-Traffic-Access-Token", "")
-        if not hmac.compare_digest(given, self._keys.traffic(identity)):
+        if not same(request.headers.get("E2b-Traffic-Access-Token", ""), self._keys.traffic(identity)):
             raise Unauthorized("this sandbox's ports need its traffic token (header e2b-traffic-access-token)")
 
     async def _door(self, identity: str, port: int) -> aiohttp.ClientSession:

@@ -14,7 +14,8 @@ from aiohttp import web
 
 from perilune.sandbox.errors import InvalidRequest, NotFound, Unauthorized
 from perilune.sandbox.files import temporary
-from perilune.sandbox.http import connect
+from perilune.sandbox.http import connect, silence
+from perilune.sandbox.http.auth import same
 from perilune.sandbox.http.bridge import _threads, blocking
 from perilune.sandbox.images.recipe import Recipe, Step, StepFailed, build
 from perilune.sandbox.images.source import Builder
@@ -77,7 +78,7 @@ class Templates:
 
     async def request(self, request: web.Request) -> web.Response:
         """POST /v3/templates {name, tags?, cpuCount?, memoryMB?}: a place for a build."""
-        body = connect.message(await request.read())
+        body = connect.message(await silence.body(request))
         name, _, tag = str(body.get("name") or body.get("alias") or "").partition(":")
         if not _NAME.match(name):
             raise InvalidRequest(f"{name!r} is not a template name")
@@ -99,7 +100,7 @@ class Templates:
 
     async def start(self, request: web.Request) -> web.Response:
         """POST builds/{build} {fromImage | fromTemplate, steps, startCmd, readyCmd}: begins; poll its status."""
-        job, body = self._build(request), connect.message(await request.read())
+        job, body = self._build(request), connect.message(await silence.body(request))
         if job.status != "waiting":
             raise InvalidRequest(f"build {job.id} is {job.status} already")
         steps = tuple(self._step(step) for step in body.get("steps") or [])
@@ -184,7 +185,7 @@ class Templates:
     async def upload(self, request: web.Request) -> web.Response:
         """PUT /uploads/{hash}?ticket="""
         digest = request.match_info["hash"]
-        if not hmac.compare_digest(request.query.get("ticket", ""), self._ticket(digest)):
+        if not same(request.query.get("ticket", ""), self._ticket(digest)):
             raise Unauthorized("the upload's ticket is wrong")
         with temporary(self._path(digest)) as temp, temp.open("wb") as file:
             async for piece in request.content.iter_chunked(1 << 20):
@@ -201,7 +202,7 @@ class Templates:
 
     async def tag(self, request: web.Request) -> web.Response:
         """POST /templates/tags {target, tags}"""
-        body = connect.message(await request.read())
+        body = connect.message(await silence.body(request))
         target, tags = str(body.get("target", "")), [str(tag) for tag in body.get("tags") or []]
         snapshot = await blocking(self._runtime.resolve, target)
         names = [f"{target.split(':')[0]}:{tag}" for tag in tags]
@@ -210,7 +211,7 @@ class Templates:
 
     async def untag(self, request: web.Request) -> web.Response:
         """DELETE /templates/tags {name, tags}"""
-        body = connect.message(await request.read())
+        body = connect.message(await silence.body(request))
         for tag in body.get("tags") or []:
             await blocking(self._runtime.catalogue.unname, f"{body.get('name')}:{tag}")
         return web.Response(status=204)

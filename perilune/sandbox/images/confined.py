@@ -8,6 +8,7 @@ and no import afterwards, for a tree may bring a Python library of its own at th
 import ctypes
 import importlib
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from perilune.sandbox.errors import InvalidRequest
 
 _CHOWN, _DAC_OVERRIDE, _FOWNER, _FSETID = 0, 1, 3, 4
 _NO_NEW_PRIVILEGES, _VERSION_3 = 38, 0x20080522
+_MOST_MEMORY = 2 << 30  # bytes
 _MODULES = {"unpack": "perilune.sandbox.images.unpack", "prepare": "perilune.sandbox.images.ext4"}
 
 
@@ -45,6 +47,7 @@ def _enter(root: str) -> None:
 
 def main(root: str, verb: str, option: str) -> None:
     """In the child."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))  # a header may claim any length
     module = importlib.import_module(_MODULES[verb])
     begun = module.begin(option)  # opens standard input, loads codecs
     _enter(root)

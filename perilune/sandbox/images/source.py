@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -17,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from perilune.sandbox.errors import InvalidRequest, SetupMissing
-from perilune.sandbox.files import remove, temporary
+from perilune.sandbox.files import remove, sha256, temporary
 from perilune.sandbox.images import ext4
 from perilune.sandbox.images.unpack import unpack
 from perilune.sandbox.snapshot import Defaults
 
-_MOST_LAYERS = 128
+_MOST_LAYERS, _LONGEST_JSON = 128, 16 << 20
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,56 @@ class Image:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """An OCI image layout from strangers: every blob is what its digest says, every description has any shape."""
+
+    folder: Path
+    blobs: Path
+
+    def blob(self, digest: str) -> Path:
+        """A blob's file, verified."""
+        found = re.fullmatch(r"sha256:([0-9a-f]{64})", digest)
+        if not found:
+            raise InvalidRequest(f"{digest!r} is not a digest")
+        path = self.blobs / "sha256" / found[1]
+        if not path.is_file():
+            raise InvalidRequest(f"the image layout lacks blob {digest}")
+        if sha256(path) != found[1]:
+            raise InvalidRequest(f"blob {digest} is damaged: its content has another digest")
+        return path
+
+    def json(self, digest: str) -> dict[str, Any]:
+        """A blob that describes something."""
+        return _object(self.blob(digest), f"blob {digest}")
+
+    def manifest(self, tag: str | None) -> dict[str, Any]:
+        """The manifest for linux/amd64, through nested indexes."""
+        found = _object(self.folder / "index.json", f"{self.folder}: index.json")
+        for _ in range(4):
+            if "layers" in found:
+                return found
+            choices = found.get("manifests") or []
+            named = [m for m in choices if (m.get("annotations") or {}).get("org.opencontainers.image.ref.name") == tag]
+            if tag and named:
+                choices = named
+            fitting = [m for m in choices if (m.get("platform") or {}).get("architecture", "amd64") == "amd64"]
+            if not fitting:
+                raise InvalidRequest(f"{self.folder} holds no image for linux/amd64{f' named {tag}' if tag else ''}")
+            found, tag = self.json(fitting[0]["digest"]), None
+        raise InvalidRequest(f"{self.folder} nests its indexes too deeply")
+
+
+def _object(path: Path, what: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes()) if path.stat().st_size <= _LONGEST_JSON else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{what} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{what} is not a JSON object")
+    return found
+
+
+@dataclass(frozen=True)
 class Builder:
     """Builds images into `cache`; sizes in MiB."""
 
@@ -42,8 +93,10 @@ class Builder:
 
     def _raw(self, key: str) -> Path:
         name = hashlib.sha256(f"{key}:{self.disk_mb}:1".encode()).hexdigest()[:32]
-        self.cache.mkdir(parents=True, exist_ok=True)
-        return self.cache / f"{name}.raw"
+        raw = _made(self.cache) / f"{name}.raw"
+        if raw.exists():
+            raw.touch()
+        return raw
 
     def _pack(self, tree: Path, raw: Path) -> None:
         ext4.prepare(tree)
@@ -63,68 +116,74 @@ class Builder:
 
     def archive(self, tar: Path, defaults: Defaults | None = None) -> Image:
         """A tar of a root file system."""
-        with tar.open("rb") as file:
-            raw = self._raw(f"tar:{hashlib.file_digest(file, 'sha256').hexdigest()}")
+        raw = self._raw(f"tar:{sha256(tar)}")
         if not raw.exists():
             with tempfile.TemporaryDirectory(dir=self.cache) as work:
                 unpack(tar, Path(work) / "tree")
                 self._pack(Path(work) / "tree", raw)
         return Image(raw, defaults or Defaults())
 
-    def layout(self, folder: Path, tag: str | None = None) -> Image:
-        """An OCI image layout on disk."""
-        manifest = _manifest(folder, tag)
-        config = _json(folder, manifest["config"]["digest"]).get("config") or {}
-        digests = [layer["digest"] for layer in manifest["layers"]]
-        if len(digests) > _MOST_LAYERS:
-            raise InvalidRequest(f"the image has {len(digests)} layers; at most {_MOST_LAYERS} are supported")
+    def layout(self, folder: Path, tag: str | None = None, blobs: Path | None = None) -> Image:
+        """An OCI image layout on disk; its blobs may lie in a folder that layouts share."""
+        layout = Layout(folder, blobs or folder / "blobs")
+        try:
+            manifest = layout.manifest(tag)
+            defaults = image_defaults(layout.json(manifest["config"]["digest"]).get("config") or {})
+            digests = [str(layer["digest"]) for layer in manifest["layers"]]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InvalidRequest(f"{folder} describes no image: {error}") from None
+        if not 0 < len(digests) <= _MOST_LAYERS:
+            raise InvalidRequest(f"the image has {len(digests)} layers; between 1 and {_MOST_LAYERS} are supported")
         raw = self._raw(f"oci:{','.join(digests)}")
         if not raw.exists():
             with tempfile.TemporaryDirectory(dir=self.cache) as work:
-                tree = self._stack(folder, digests, Path(work))
-                self._pack(tree, raw)
-        return Image(raw, image_defaults(config))
+                self._pack(self._stack(layout, digests, Path(work) / "tree"), raw)
+        return Image(raw, defaults)
 
-    def _stack(self, folder: Path, digests: list[str], work: Path) -> Path:
-        """Unpack layers bottom to top, starting from the longest run of lowest layers that is there already."""
-        tree, have = work / "tree", 0
-        for count in range(len(digests), 0, -1):
-            kept = self._kept(digests[:count])
-            if kept.is_dir():
-                subprocess.run(["cp", "-a", "--reflink=auto", str(kept), str(tree)], check=True)
-                have = count
-                break
-        for i, digest in enumerate(digests[have:], have):
-            blob = _blob(folder, digest)
-            with blob.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest.split(":", 1)[1]:
-                    raise InvalidRequest(f"layer {digest} is damaged: its content has another digest")
-            unpack(blob, tree, whiteouts=True)
-            if i == 0 and len(digests) > 1:  # the base that other images will share; the rest is theirs alone
-                with temporary(self._kept(digests[:1])) as temp:
-                    subprocess.run(["cp", "-a", "--reflink=auto", str(tree), str(temp)], check=True)
+    def _stack(self, layout: Layout, digests: list[str], tree: Path) -> Path:
+        """Unpack layers bottom to top; the lowest one is kept, for other images will stand on it."""
+        kept = self.cache / "trees" / hashlib.sha256(digests[0].encode()).hexdigest()[:32]
+        if not kept.is_dir() and len(digests) > 1:
+            with temporary(kept) as temp:
+                unpack(layout.blob(digests[0]), temp, whiteouts=True)
+        if kept.is_dir():
+            kept.touch()
+            subprocess.run(["cp", "-a", "--reflink=auto", str(kept), str(tree)], check=True)
+        for digest in digests[kept.is_dir() :]:
+            unpack(layout.blob(digest), tree, whiteouts=True)
         return tree
 
-    def _kept(self, digests: list[str]) -> Path:
-        return self.cache / "trees" / hashlib.sha256(",".join(digests).encode()).hexdigest()[:32]
-
     def registry(self, name: str, username: str | None = None, password: str | None = None) -> Image:
-        """`skopeo` fetches it: docker://NAME (or any of skopeo's transports)."""
+        """`skopeo` fetches it: docker://NAME (or any of skopeo's transports). Blobs that are here are not fetched
+        again: neither after a pull that broke off nor for another image. Loopback registries may speak plain HTTP."""
         if not shutil.which("skopeo"):
             raise SetupMissing("skopeo is not installed: apt-get install skopeo")
-        source = name if ":" in name and "//" in name else f"docker://{name}"
+        source, blobs = name if "//" in name else f"docker://{name}", self.cache / "blobs"
+        command = ["skopeo", "copy", "--override-os=linux", "--override-arch=amd64"]
+        command += ["--dest-shared-blob-dir", str(blobs)]
+        if re.match(r"docker://(localhost|127\.[\d.]+)(:\d+)?/", source):
+            command.append("--src-tls-verify=false")
         with tempfile.TemporaryDirectory(dir=_made(self.cache)) as work:
-            command = ["skopeo", "copy", "--override-os=linux", "--override-arch=amd64"]
-            environment = dict(os.environ)
             if username and password:
-                secret = Path(work) / "auth.json"
-                command += ["--authfile", str(_auth(secret, name, username, password))]
-            done = subprocess.run(
-                [*command, source, f"oci:{work}/layout:image"], capture_output=True, text=True, env=environment
-            )
+                command += ["--authfile", str(_auth(Path(work) / "auth.json", source, username, password))]
+            done = subprocess.run([*command, "--", source, f"oci:{work}/layout:image"], capture_output=True, text=True)
             if done.returncode:
                 raise InvalidRequest(f"image {name} cannot be fetched: {done.stderr.strip()[-300:]}")
-            return self.layout(Path(work) / "layout", "image")
+            return self.layout(Path(work) / "layout", "image", blobs)
+
+    def trim(self, most_bytes: int = 20 << 30) -> int:
+        """Forget what was used longest ago until the cache is no larger; returns how many went. Templates do not need
+        it: they hold their disks by links."""
+        folders = (self.cache, self.cache / "trees", self.cache / "blobs" / "sha256")
+        kept = [p for f in folders if f.is_dir() for p in f.iterdir() if p.suffix == ".raw" or f != self.cache]
+        sized = sorted(((path.stat().st_mtime, _disk_use(path), path) for path in kept), reverse=True)
+        total, gone = 0, 0
+        for _, size, path in sized:
+            total += size
+            if total > most_bytes:
+                remove(path)
+                gone += 1
+        return gone
 
     def debootstrap(self, suite: str = "bookworm", packages: tuple[str, ...] = (), mirror: str | None = None) -> Image:
         """A Debian of its own."""
@@ -135,14 +194,7 @@ class Builder:
             with tempfile.TemporaryDirectory(dir=self.cache) as work:
                 tree = Path(work) / "tree"
                 include = [f"--include={','.join(packages)}"] if packages else []
-                command = [
-                    "debootstrap",
-                    "--variant=minbase",
-                    *include,
-                    suite,
-                    str(tree),
-                    *([mirror] if mirror else []),
-                ]
+                command = ["debootstrap", "--variant=minbase", *include, suite, str(tree), *filter(None, [mirror])]
                 done = subprocess.run(command, capture_output=True, text=True)
                 if done.returncode:
                     raise InvalidRequest(f"debootstrap {suite} failed: {(done.stderr or done.stdout).strip()[-300:]}")
@@ -157,48 +209,12 @@ def _made(folder: Path) -> Path:
 
 
 def _auth(path: Path, name: str, username: str, password: str) -> Path:
-    host = name.removeprefix("docker://").split("/")[0] if "/" in name and "." in name.split("/")[0] else "docker.io"
+    host = name.removeprefix("docker://").split("/")[0]
+    host = host if re.search(r"[.:]|^localhost$", host) else "docker.io"
     token = base64.b64encode(f"{username}:{password}".encode()).decode()
     path.touch(0o600)
     path.write_text(json.dumps({"auths": {host: {"auth": token}}}))
     return path
-
-
-def _blob(folder: Path, digest: str) -> Path:
-    algorithm, _, value = digest.partition(":")
-    if algorithm != "sha256" or len(value) != 64 or not all(c in "0123456789abcdef" for c in value):
-        raise InvalidRequest(f"{digest!r} is not a digest")
-    path = folder / "blobs" / algorithm / value
-    if not path.is_file():
-        raise InvalidRequest(f"the image layout lacks blob {digest}")
-    return path
-
-
-def _json(folder: Path, digest: str) -> dict[str, Any]:
-    try:
-        return json.loads(_blob(folder, digest).read_bytes())
-    except ValueError:
-        raise InvalidRequest(f"blob {digest} is not JSON") from None
-
-
-def _manifest(folder: Path, tag: str | None) -> dict[str, Any]:
-    """The manifest for linux/amd64, through nested indexes."""
-    try:
-        found = json.loads((folder / "index.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"{folder} is not an OCI image layout: {error}") from None
-    for _ in range(4):
-        if "layers" in found:
-            return found
-        choices = found.get("manifests") or []
-        named = [m for m in choices if (m.get("annotations") or {}).get("org.opencontainers.image.ref.name") == tag]
-        if tag and named:
-            choices = named
-        fitting = [m for m in choices if (m.get("platform") or {}).get("architecture", "amd64") == "amd64"]
-        if not fitting:
-            raise InvalidRequest(f"{folder} holds no image for linux/amd64{f' named {tag}' if tag else ''}")
-        found, tag = _json(folder, fitting[0]["digest"]), None
-    raise InvalidRequest(f"{folder} nests its indexes too deeply")
 
 
 def image_defaults(config: dict[str, Any]) -> Defaults:
@@ -220,6 +236,10 @@ def tree_digest(tree: Path) -> str:
             if path.is_symlink():
                 digest.update(os.readlink(path).encode())  # noqa: PTH115
             elif path.is_file():
-                with path.open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
+                digest.update(sha256(path).encode())
     return digest.hexdigest()
+
+
+def _disk_use(path: Path) -> int:
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if not p.is_symlink()]
+    return sum(file.lstat().st_blocks * 512 for file in files)

@@ -15,6 +15,7 @@ from typing import IO
 from perilune.sandbox.errors import InvalidRequest
 from perilune.sandbox.images import confined as cell
 
+_MOST_BYTES, _MOST_MEMBERS = 32 << 30, 1_000_000  # of one archive
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 
 
@@ -127,7 +128,11 @@ def confined(begun: tuple[tarfile.TarFile, bool]) -> None:
 
 def _extract(tar: tarfile.TarFile, root: Path, whiteouts: bool) -> None:
     late: list[tuple[tarfile.TarInfo, Path]] = []  # directories get their times last
-    for member in tar:
+    size = 0
+    for count, member in enumerate(tar):
+        size += member.size
+        if size > _MOST_BYTES or count > _MOST_MEMBERS:
+            raise InvalidRequest(f"it holds more than {_MOST_BYTES >> 30} GiB or {_MOST_MEMBERS} files")
         path = inside(root, member.name)
         if path == root or (whiteouts and _whiteout(root, path)):
             continue

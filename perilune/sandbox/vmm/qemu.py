@@ -28,6 +28,7 @@ from perilune.sandbox.vmm.driver import Plan, State
 from perilune.sandbox.vmm.qmp import Qmp
 from perilune.sandbox.vmm.zygote import Zygote
 
+_MOST_LOG = 1 << 20
 PROGRAM = "qemu-system-x86_64"
 
 
@@ -81,7 +82,8 @@ class Qemu:
             f"-m {memory} -smp {plan.shape.vcpus} -nodefaults -no-user-config -display none -no-reboot",
             "-global migration.send-configuration=off",
             f"-object memory-backend-file,id=m0,size={memory}M,mem-path={plan.memory},share=off",
-            f"-serial file:{plan.folder}/serial.log -qmp unix:{plan.folder}/qmp,server=on,wait=off",
+            f"-chardev file,id=console,path={plan.folder}/serial.log,append=on -serial chardev:console",
+            f"-qmp unix:{plan.folder}/qmp,server=on,wait=off",
             f"-object throttle-group,id=io,{limits}",
             f"-blockdev null-co,node-name=empty,size={plan.shape.disk_mb << 20}",
             f"-blockdev throttle,node-name=disk,throttle-group=io,file=empty -device virtio-blk-{bus},drive=disk",
@@ -288,6 +290,13 @@ class QemuMachine:
         if self._qmp:
             self._qmp.close()
             self._qmp = None
+
+    def trim(self) -> None:
+        """What the guest makes this host write down does not grow for ever."""
+        for name in ("serial.log", "qemu.log"):
+            with contextlib.suppress(OSError):
+                if (self._folder / name).stat().st_size > _MOST_LOG:
+                    os.truncate(self._folder / name, 0)
 
     def log(self) -> str:
         """What QEMU itself printed."""

@@ -26,7 +26,7 @@ class Zygote:
         """Run `command` with its output in `log`; `isolated` in empty network, IPC and UTS namespaces. Returns the
         id of a child of this process that nobody has waited for."""
         message = (b"i" if isolated else b"-") + b"".join(word.encode() + b"\0" for word in command)
-        with self._lock, log.open("wb") as file:
+        with self._lock, log.open("ab") as file:
             for _ in range(2):
                 pid = self._ask(message, file.fileno())
                 if pid:
