@@ -142,16 +142,36 @@ def copyable(v: Tensor) -> Tensor:
     return v if fits else v.clone(memory_format=torch.contiguous_format)
 
 
-def tiles(x: Tensor, rows: int, columns: int, bits: int = 16) -> object:
-    """[rows,columns] of x, of [B,T,H,D] as B·T rows of all heads, for the copy engine."""
+@dataclass(frozen=True)
+class Place:
+    """What a descriptor needs of a tensor, without keeping its memory."""
+
+    pointer: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+@functools.lru_cache(maxsize=512)
+def _tiles(
+    pointer: int, dtype: torch.dtype, shape: tuple[int, int], stride: int, block: tuple[int, int], bits: int
+) -> object:
+    """Kept from call to call: making one takes longer than launching a kernel, and allocations come back."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 2)
+    return TensorDescriptor(Place(pointer, dtype), list(shape), [stride, 1], list(block), layout)
+
+
+def tiles(x: Tensor, rows: int, columns: int, bits: int = 16) -> object:
+    """[rows,columns] of x, of [B,T,H,D] as B·T rows of all heads, for the copy engine."""
     if x.dim() != 4:
-        return TensorDescriptor.from_tensor(x.view(-1, columns), [rows, columns], layout)
+        return _tiles(x.data_ptr(), x.dtype, (x.numel() // columns, columns), columns, (rows, columns), bits)
     B, T, H, D = x.shape
-    return TensorDescriptor(x, [B * T, (H - 1) * x.stride(2) + D], [x.stride(1), 1], [rows, columns], layout)
+    _, t, h, _ = x.stride()
+    return _tiles(x.data_ptr(), x.dtype, (B * T, (H - 1) * h + D), t, (rows, columns), bits)
 
 
 def descriptors(to: Workspace, v: Tensor, block: int) -> tuple[object, ...]:

@@ -126,3 +126,23 @@ def test_rows_are_fetched_sixteen_bytes_at_a_time_or_copied() -> None:
     ):
         made = hopper.aligned(x)
         assert made.is_contiguous() and torch.equal(made, x)
+
+
+def test_descriptors_are_kept_but_keep_no_memory() -> None:
+    """The same place gives the same descriptor, which a launch reads as one of the tensor itself."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import BaseBackend
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.runtime.jit import native_specialize_impl
+
+    from perilune.ops.kda import hopper
+
+    x = torch.zeros(3, 2, 1, 64, 128, dtype=torch.bfloat16)
+    made = hopper.tiles(x, 64, 128)
+    assert hopper.tiles(x.clone(), 64, 128) is not made
+    assert hopper.tiles(x[:], 64, 128) is made
+    own = TensorDescriptor.from_tensor(x.view(-1, 128), [64, 128], made.layout)
+    assert not isinstance(made.base, torch.Tensor) and made.base.data_ptr() == own.base.data_ptr()
+    assert (made.shape, made.strides, made.block_shape) == ([384, 128], [128, 1], own.block_shape)
+    kinds = [native_specialize_impl(BaseBackend, d, False, True, True)[0] for d in (made, own)]
+    assert kinds[0] == kinds[1] and kinds[0].startswith("tensordesc<bf16[64, 128]")
