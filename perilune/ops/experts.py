@@ -4,7 +4,8 @@
 
 The routing weight multiplies the activation before the down product (the product is linear), so its gradient is
 ⟨act, downᵀ·d out⟩, which the backward has anyway: the expert output is neither kept nor recomputed.
-On an NVIDIA GPU what surrounds the grouped products is a kernel each (`experts_triton`).
+On an NVIDIA GPU what surrounds the grouped products is a kernel each (`experts_triton`); few rows without a gradient
+have kernels of their own (`few_triton`).
 Rows R = T·k; L width of the rows; I expert width; E experts. Weights in the released orientation:
 gate_up [E,2I,L] (gate first, then up), down [E,L,I].
 """
@@ -28,6 +29,8 @@ from perilune.ops.situ import (
     swiglu_gradients,
     swiglu_slopes,
 )
+
+FEW = 8  # rows an expert, on average, up to which the bytes of the weights are what a step costs
 
 
 class Activation(NamedTuple):
@@ -95,12 +98,23 @@ def experts(
     """
     _check(z, idx, weight, gate_up, down)
     if fused("experts", impl, z):
+        if not torch.is_grad_enabled() and idx.numel() <= FEW * gate_up.shape[0]:
+            return _few(z, idx, weight, gate_up, down, activation or Activation())
         return _Fused.apply(z, idx, weight, gate_up, down, activation or Activation())
     order = order_rows(idx, gate_up.shape[0])
     rows = _Spread.apply(z, order.source, order.place, idx.shape[1])
     row_weight = _Permute.apply(weight.flatten(), order.source, order.place)
     y = grouped_mlp(rows, order.ends, row_weight, gate_up, down, activation, impl="eager")
     return _Gather.apply(y, order.source, order.place, idx.shape[1])
+
+
+def _few(z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, act: Activation) -> Tensor:
+    few, k = kernels("few_triton"), idx.shape[1]
+    source, place, ends, expert = few.order(idx, len(gate_up))
+    both = gate_up.contiguous(), down.contiguous()
+    y = few.rows(rows_of(z), source, expert, ends, weight.reshape(-1), *both, k, *act.rules)
+    out: Tensor = kernels("experts_triton").combine(y, place, k)
+    return out
 
 
 def experts_reference(

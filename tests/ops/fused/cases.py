@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from perilune.ops import conv_triton, mla_triton, norm_triton
+from perilune.ops import conv_triton, few_triton, mla_triton, norm_triton
 from perilune.ops.attention import attention, attention_reference
 from perilune.ops.attnres import merge, mix, mix_ahead, mix_reference
 from perilune.ops.conv import short_conv_reference, short_convs
 from perilune.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from perilune.ops.experts import Activation, experts, experts_reference, grouped_mlp, order_rows
+from perilune.ops.experts import FEW, Activation, experts, experts_reference, grouped_mlp, order_rows
 from perilune.ops.mla import mla_decode
 from perilune.ops.mx import pack_mxfp4
 from perilune.ops.norm import (
@@ -218,6 +218,27 @@ def moe() -> float:
             worst(lambda z, p, a, b, n=order.ends, act=act: grouped_mlp(z, n, p, a, b, act, impl="fused"),
                   lambda z, p, a, b, n=order.ends, act=act: grouped_mlp(z, n, p, a, b, act, impl="eager"), leaves)
         )  # fmt: skip
+    return max(found)
+
+
+def few() -> float:
+    """Rows fewer and more than experts and than a tile; experts that nobody chose; a dense MLP of few rows."""
+    E, L, inner, found = 6, 40, 72, []
+    gate_up, down = low(draw(E, 2 * inner, L)), low(draw(E, L, inner))
+    for T, k, act in ((1, 2, Activation()), (3, 1, Activation("situ", 1.0, None)), (22, 2, Activation("swiglu"))):
+        chosen = [torch.randperm(E - 1, generator=torch.Generator().manual_seed(t))[:k] for t in range(T)]
+        idx, z = torch.stack(chosen).to(DEVICE), low(torch.cat([draw(T, L)] * 2, -1))[:, :L]
+        p = draw(T, k).abs().to(DEVICE, torch.float32)
+        with torch.no_grad():
+            assert idx.numel() <= FEW * E
+            got = experts(z, idx, p, gate_up, down, act, impl="fused")
+        found.append(error(got, experts_reference(z.double(), idx, p.double(), gate_up.double(), down.double(), act)))
+        made, want = few_triton.order(idx, E), order_rows(idx, E)
+        assert all(torch.equal(a, b) for a, b in zip(made, want)) and torch.equal(made[3], idx.flatten()[want.source])
+        wide = low(draw(L + 8, inner))
+        got = few_triton.mlp(z, gate_up[1], wide, *act.rules)
+        hidden = act.forward(*(z.double() @ gate_up[1].double().T).chunk(2, -1))
+        found.append(error(got, hidden.to(LOW).double() @ wide.double().T))
     return max(found)
 
 

@@ -21,6 +21,7 @@ from perilune.ops import (
     conv_triton,
     cross_entropy_triton,
     experts_triton,
+    few_triton,
     gate_triton,
     mla_triton,
     norm_triton,
@@ -153,6 +154,21 @@ def moe() -> None:
         build(f"activate backward {inner}", experts_triton.activate_backward_kernel, tile | rule)
 
 
+def few() -> None:
+    types = dict.fromkeys(["expert", "ends"], "*i32") | {"w": "*bf16", "rows": "i32"}
+    build("order", few_triton.order_kernel, {"BR": 16, "BC": 256}, **types)
+    for width, inner, count in ((256, 192, 6), (1024, 384, 6), (2304, 1024, 8), (2304, 1024, 256)):
+        for mode in (0, 1, 2):
+            for kernel, outputs, more in (
+                (few_triton.gate_up_kernel, inner, {"KIND": 1}),
+                (few_triton.down_kernel, width, {}),
+            ):
+                shape = few_triton.tile(outputs, count, 2)
+                warps, stages = shape.pop("num_warps"), shape.pop("num_stages")
+                rule = shape | {"N": inner, "L": width, "MODE": mode} | more
+                build(f"few {kernel.__name__} {width} {inner} mode {mode}", kernel, rule, warps, stages, **types)
+
+
 def packed() -> None:
     types = {"packed": "*u8", "scale": "*u8", "expert": "*i64", "ends": "*i32"}
     for width, inner in ((1024, 384), (3584, 3072)):
@@ -216,6 +232,7 @@ ALL = (
     "phases",
     "conv",
     "moe",
+    "few",
     "packed",
     "mla",
     "router",

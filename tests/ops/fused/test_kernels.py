@@ -17,6 +17,7 @@ NAMES = (
     "phases",
     "conv",
     "moe",
+    "few",
     "packed",
     "mla",
     "router",
