@@ -5,7 +5,7 @@ size b the stream closes a block before layers 0, b, 2b, ... (before layer 0 the
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from perilune.model.linear import Linear, Weight
 from perilune.model.mla import MLA
 from perilune.model.moe import MLP, Experts, LatentMoE, Router
 from perilune.model.norm import RMSNorm
-from perilune.model.residual import Stream, read
+from perilune.model.residual import Plan, Stream, read
 from perilune.model.taps import Taps
 from perilune.ops.router import Routing
+
+_AHEAD = 512  # tokens up to which the reads of a whole block are prepared at once: each costs a row of the stream
 
 
 @dataclass(frozen=True)
@@ -59,18 +61,17 @@ class Layer(nn.Module):
         eps = self.config.rms_norm_eps
         if self.attn_res:
             query = self.self_attention_res_norm, self.self_attention_res_proj
-            x = read(stream, *query, eps, taps, then=self.input_layernorm)
+            x, stream = read(stream, *query, eps, taps, then=self.input_layernorm)
             stream = stream.close(eps) if self._starts_block() else stream
         else:
-            assert stream.running is not None
-            x = self.input_layernorm(stream.running)
+            x, stream = stream.norm(self.input_layernorm)
         stream = stream.add(self.self_attn(x, layout, cache, taps))
         if self.attn_res:
-            x = read(stream, self.mlp_res_norm, self.mlp_res_proj, eps, taps, then=self.post_attention_layernorm)
+            query = self.mlp_res_norm, self.mlp_res_proj
+            x, stream = read(stream, *query, eps, taps, then=self.post_attention_layernorm)
             stream = stream.close(eps) if self.config.attn_res_full else stream
         else:
-            assert stream.running is not None
-            x = self.post_attention_layernorm(stream.running)
+            x, stream = stream.norm(self.post_attention_layernorm)
         y, route = self._feed_forward(x)
         if route is not None and taps is not None and "routes" in taps.kinds:
             taps.routes[self.layer] = (route.idx, route.weight)
@@ -114,7 +115,8 @@ class MTP(Layer):
         first = (layout.position_of == 0).unsqueeze(1)
         joined = torch.cat([self.enorm(embedded).masked_fill(first, 0.0), self.hnorm(features)], -1)
         stream, route = self(Stream.start(self.eh_proj(joined)), layout, cache, taps)
-        return self.shared_head["norm"](stream.running), stream.running, route
+        features = stream.total
+        return self.shared_head["norm"](features), features, route
 
 
 class K3(nn.Module):
@@ -156,14 +158,15 @@ class K3(nn.Module):
             raise ValueError("tokens is empty: a batch needs at least one token.")
         if len(tokens) != layout.tokens:
             raise ValueError(f"tokens has {len(tokens)} entries but the layout describes {layout.tokens}.")
-        stream = Stream.start(_stream_dtype(self.embed_tokens(tokens)))
+        plan = self._plan(layout) if cache is not None and taps is None and not torch.is_grad_enabled() else None
+        stream = Stream.start(_stream_dtype(self.embed_tokens(tokens)), plan)
         routes: dict[int, Routing] = {}
         for i, layer in enumerate(self.layers):
             stream, route = layer(stream, layout, cache, taps)
             if route is not None:
                 routes[i] = route
             if taps is not None and "hidden" in taps.kinds:
-                taps.hidden[i] = stream.running
+                taps.hidden[i] = stream.total
         features = self._read_out(stream, taps)
         hidden = self.norm(features)
         if cache is not None:
@@ -172,9 +175,22 @@ class K3(nn.Module):
 
     def _read_out(self, stream: Stream, taps: Taps | None) -> Tensor:
         if self.config.attn_res_block_size is None:
-            assert stream.running is not None
-            return stream.running
-        return read(stream, self.output_attn_res_norm, self.output_attn_res_proj, self.config.rms_norm_eps, taps)
+            return stream.total
+        query = self.output_attn_res_norm, self.output_attn_res_proj
+        return read(stream, *query, self.config.rms_norm_eps, taps)[0]
+
+    def _plan(self, layout: Layout) -> Plan | None:
+        """The reads of an inference pass; None where running sums are better read as they come."""
+        block = self.config.attn_res_block_size
+        if block is None:
+            return Plan()
+        if self.config.attn_res_full or layout.tokens > _AHEAD:
+            return None
+        layers: list[Any] = list(self.layers)
+        norms = [n.weight for layer in layers for n in (layer.self_attention_res_norm, layer.mlp_res_norm)]
+        queries = [p.weight for layer in layers for p in (layer.self_attention_res_proj, layer.mlp_res_proj)]
+        norms.append(self.output_attn_res_norm.weight)
+        return Plan.of(norms, [*queries, self.output_attn_res_proj.weight], block)
 
     def _logits(self, hidden: Tensor, layout: Layout, which: str) -> Tensor | None:
         if which == "none":

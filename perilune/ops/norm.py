@@ -38,6 +38,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> Te
     return y * weight.to(x.dtype)
 
 
+@torch.no_grad()
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
+    """(RMSNorm of x + added, x + added), both [..., D] in x's dtype, the sum rounded before its norm. No gradient."""
+    if fused("add_rms_norm", impl, x):
+        y, total = kernels("norm_triton").add_forward(rows_of(x), rows_of(added), weight, eps)
+        return y.view(x.shape), total.view(x.shape)
+    total = x + added
+    return rms_norm(total, weight, eps, impl=impl), total
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, *, impl: str = "auto") -> Tensor:
     """KDA's output norm and sigmoid gate. x, gate [..., H,D], weight [D] fp32; returns x's dtype."""
     if gate is not None and fused("gated_rms_norm", impl, x):

@@ -50,6 +50,22 @@ def norm_kernel(
 
 
 @triton.jit
+def add_norm_kernel(x, added, w, y, total, rows, D, eps, x_row, added_row, BR: tl.constexpr, BD: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    c = tl.arange(0, BD)
+    inside = (r < rows)[:, None] & (c < D)[None, :]
+    v = tl.load(x + r[:, None] * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    v += tl.load(added + r[:, None] * added_row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    v = v.to(y.dtype.element_ty)
+    at = r[:, None] * D + c[None, :]
+    tl.store(total + at, v, mask=inside)
+    v = v.to(tl.float32)
+    xhat = (v * normalise(v, D, eps)[:, None]).to(y.dtype.element_ty).to(tl.float32)
+    weight = tl.load(w + c, mask=c < D, other=0.0).to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + at, (xhat * weight[None, :]).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def norm_backward_kernel(
     x, gate, w, dy, dx, dgate, dw, rows, D, H, eps, x_row, gate_row, dy_row, blocks,
     GATED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
@@ -102,6 +118,17 @@ def forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, heads: i
         x.stride(0), 0 if gate is None else gate.stride(0), GATED=gate is not None, **shape,
     )  # fmt: skip
     return y
+
+
+def add_forward(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm of x + added, x + added) [R,D] in x's dtype."""
+    rows, width = x.shape
+    y, total = (torch.empty(rows, width, dtype=x.dtype, device=x.device) for _ in range(2))
+    shape = tile(width, FORWARD, 4)
+    add_norm_kernel[(triton.cdiv(rows, shape["BR"]),)](
+        x, added, weight, y, total, rows, width, eps, x.stride(0), added.stride(0), **shape
+    )
+    return y, total
 
 
 def backward(

@@ -150,7 +150,7 @@ def test_a_reused_row_remembers_nothing(model: K3) -> None:
     cache.reset(0)
     ids = tokens(12, 9)
     again = model(ids, cache.layout([12]), cache).logits
-    torch.testing.assert_close(again, model(ids, Layout.packed([12])).logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(again, model(ids, Layout.packed([12])).logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["k3", "full AttnRes", "scalar decay", "swiglu"])

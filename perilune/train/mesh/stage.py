@@ -183,7 +183,7 @@ class Stage(nn.Module):
         c, step = self.config, self.step
         features = stream.running
         if c.attn_res_block_size is not None:
-            features = read(stream, self.output_attn_res_norm, self.output_attn_res_proj, c.rms_norm_eps)
+            features, _ = read(stream, self.output_attn_res_norm, self.output_attn_res_proj, c.rms_norm_eps)
         assert features is not None
         nats = self._nats(self.norm(features), micro.head_targets)
         step.nats = nats.detach() if step.nats is None else step.nats + nats.detach()

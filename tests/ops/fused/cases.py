@@ -18,6 +18,7 @@ from perilune.ops.experts import FEW, Activation, experts, experts_reference, gr
 from perilune.ops.mla import mla_decode
 from perilune.ops.mx import pack_mxfp4
 from perilune.ops.norm import (
+    add_rms_norm,
     gated_rms_norm,
     gated_rms_norm_reference,
     rms_norm,
@@ -112,7 +113,11 @@ def norm() -> float:
         [draw(21, 2, 32), draw(21, 64, seed=1), draw(32, seed=2)],
         strided=True,
     )
-    return max(plain, gated, gate, sliced)
+    x, added, w = low(draw(9, 300)), low(draw(9, 300, seed=3)), low(draw(300, seed=1))
+    y, total = add_rms_norm(x, added, w, eps, impl="fused")
+    assert torch.equal(total, x + added)
+    summed = error(y, rms_norm_reference(total.double(), w.double(), eps))
+    return max(plain, gated, gate, sliced, summed)
 
 
 def attnres() -> float:
