@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from perilune.config import ModelConfig
 from perilune.model.cache import Cache, Place
 from perilune.model.layout import Layout
-from perilune.model.linear import Group, Linear, Weight, project
+from perilune.model.linear import Group, Linear, Weight, beside, project, settle
 from perilune.model.taps import Taps
 from perilune.ops.conv import short_convs
 from perilune.ops.kda import kda, kda_step
@@ -73,7 +73,9 @@ class KDA(nn.Module):
 
     @property
     def _conv_weight(self) -> Tensor:
-        return torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+        weights: list[Tensor] = [self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]
+        together = None if torch.is_grad_enabled() else beside(weights)
+        return torch.cat(weights) if together is None else together[: sum(map(len, weights))]
 
     @property
     def _rules(self) -> dict[str, Any]:
@@ -118,15 +120,23 @@ class KDA(nn.Module):
 
     def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(q|k|v [T, 3·width], z [T, decays], beta logits [T, H], output gate [T, width] or None)."""
-        full = self.config.kda_output_gate and self.config.use_full_rank_gate
-        wide: list[Group] = [(self.q_proj, self.k_proj, self.v_proj), *([self.g_proj] if full else [])]
-        # The narrow one comes last, so that the others' columns stay aligned.
-        qkv, *gate, f, beta = project(x, *wide, self.f_a_proj, self.b_proj)
-        z = self.f_b_proj(f)
-        if full:
-            return qkv, z, beta, gate[0]
-        low = self.g_b_proj(self.g_a_proj(x)) if self.config.kda_output_gate else None
-        return qkv, z, beta, low
+        # The narrow ones come last, so that the others' columns stay aligned.
+        groups: list[Group] = [(self.q_proj, self.k_proj, self.v_proj), *self._gates, self.f_a_proj, self.b_proj]
+        qkv, *gate, f, beta = project(x, *groups)
+        if gate and not self.config.use_full_rank_gate:
+            gate = [self.g_b_proj(gate[0])]
+        return qkv, self.f_b_proj(f), beta, gate[0] if gate else None
+
+    @property
+    def _gates(self) -> list[Linear]:
+        """The first projection of the output gate, where there is one."""
+        if not self.config.kda_output_gate:
+            return []
+        return [self.g_proj if self.config.use_full_rank_gate else self.g_a_proj]
+
+    def settle(self) -> None:
+        settle(self.q_proj, self.k_proj, self.v_proj, *self._gates, self.f_a_proj, self.b_proj)
+        settle(self.q_conv1d, self.k_conv1d, self.v_conv1d)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

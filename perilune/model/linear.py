@@ -1,6 +1,6 @@
 """Linear maps as the model needs them: bias-free, several from one input in one product, weights cast once a step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,16 +31,44 @@ def project(x: Tensor, *groups: Group) -> tuple[Tensor, ...]:
     """Every group applied to the same x [T, D]: a layer, or a tuple of layers whose outputs lie side by side.
 
     In training as one product over the concatenated weights: the gradient of x is then one product too, instead of
-    one per layer and their sums. Without gradients the weights stay where they are.
+    one per layer and their sums. Without gradients the weights stay where they are; it is one product if they lie
+    beside each other (`settle`).
     """
     joint = [group if isinstance(group, tuple) else (group,) for group in groups]
-    if not torch.is_grad_enabled():
+    weights = [layer.weight for group in joint for layer in group]
+    if torch.is_grad_enabled():
+        weight = cast(*weights)
+    elif (together := beside(weights)) is not None:
+        weight = together
+    else:
         return tuple(_side_by_side([layer(x) for layer in group]) for group in joint)
-    weight = cast(*(layer.weight for group in joint for layer in group))
     widths = [sum(layer.out_features for layer in group) for group in joint]
     spare = weight.shape[0] - sum(widths)
     parts = F.linear(x, weight).split([*widths, spare] if spare else widths, dim=-1)
     return parts[: len(widths)]
+
+
+def settle(*layers: Any) -> None:
+    """Move the weights [N_i, ...] of layers into one block of memory, in this order, on a GPU with rows of zeros up to
+    a multiple of 64: what was several products of one input can be one. Values and names stay."""
+    weights = [layer.weight for layer in layers]
+    if len(weights) > 1 and beside(weights) is None and len({w.dtype for w in weights}) == 1:
+        rest = _together(weights[0].dtype, tuple(weights))
+        for weight in weights:
+            weight.data, rest = rest[: len(weight)], rest[len(weight) :]
+
+
+def beside(weights: Sequence[Tensor]) -> Tensor | None:
+    """The one tensor of which these are the rows, with the zeros that `settle` left; None if they lie apart."""
+    first, rows, at = weights[0], 0, weights[0].data_ptr()
+    home = first.untyped_storage()
+    for w in weights:
+        if w.data_ptr() != at or w.untyped_storage().data_ptr() != home.data_ptr() or not w.is_contiguous():
+            return None
+        rows, at = rows + len(w), at + w.nbytes
+    there = home.nbytes() // first.itemsize - first.storage_offset()
+    rows = max(rows, min(there // first.stride(0), rows + -rows % _ALIGN))
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:
@@ -101,7 +129,7 @@ def _together(dtype: torch.dtype, weights: tuple[Tensor, ...]) -> Tensor:
         return weights[0].detach().to(dtype)
     rows = [len(w) for w in weights]
     spare = -sum(rows) % _ALIGN if weights[0].device.type == "cuda" else 0
-    joined = weights[0].new_empty(sum(rows) + spare, weights[0].shape[1], dtype=dtype)
+    joined = weights[0].new_empty(sum(rows) + spare, *weights[0].shape[1:], dtype=dtype)
     parts = joined.split([*rows, spare])
     torch._foreach_copy_(list(parts[:-1]), [w.detach() for w in weights])
     parts[-1].zero_()

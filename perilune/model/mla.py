@@ -14,7 +14,7 @@ from perilune.config import ModelConfig
 from perilune.model.attention import causal_after_past
 from perilune.model.cache import Book, Cache
 from perilune.model.layout import Layout
-from perilune.model.linear import Linear, project
+from perilune.model.linear import Linear, project, settle
 from perilune.model.norm import RMSNorm
 from perilune.model.taps import Taps
 from perilune.ops.attention import attention
@@ -70,14 +70,22 @@ class MLA(nn.Module):
     def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(q [T, heads, d_qk], latents [T, R] as cached, output gate [T, heads·d_v] or None)."""
         c = self.config
-        first = self.q_proj if c.q_lora_rank is None else self.q_a_proj
-        layers = [first, self.kv_a_proj_with_mqa, *([self.g_proj] if c.mla_use_output_gate else [])]
-        q, kv, *gate = project(x, *layers)
+        q, kv, *gate = project(x, *self._first)
         if c.q_lora_rank is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
         latent, shared = kv.split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
         latents = torch.cat([self.kv_a_layernorm(latent), shared], -1)
         return q.unflatten(-1, (c.num_attention_heads, -1)), latents, gate[0] if gate else None
+
+    @property
+    def _first(self) -> list[Linear]:
+        """What reads x."""
+        c = self.config
+        query = self.q_proj if c.q_lora_rank is None else self.q_a_proj
+        return [query, self.kv_a_proj_with_mqa, *([self.g_proj] if c.mla_use_output_gate else [])]
+
+    def settle(self) -> None:
+        settle(*self._first)
 
     def _expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [L, R] -> keys [L, heads, d_qk], values [L, heads, d_v]."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from perilune.config import ModelConfig
-from perilune.model.linear import Linear, cast, project
+from perilune.model.linear import Linear, beside, cast, project, settle
 from perilune.model.norm import RMSNorm
-from perilune.ops.experts import Activation, experts
+from perilune.ops.experts import Activation, experts, gated_mlp
 from perilune.ops.router import Routing, route
 from perilune.ops.situ import packed_glu
 
@@ -33,8 +33,15 @@ class MLP(nn.Module):
         self.act = activation(config)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() and type(self.down_proj) is Linear:
+            together = beside([self.gate_proj.weight, self.up_proj.weight])
+            if together is not None:
+                return gated_mlp(x, together[: 2 * self.down_proj.in_features], self.down_proj.weight, self.act)
         (gate_up,) = project(x, (self.gate_proj, self.up_proj))
         return self.down_proj(packed_glu(gate_up, *self.act))
+
+    def settle(self) -> None:
+        settle(self.gate_proj, self.up_proj)
 
 
 class Router(nn.Module):

@@ -198,6 +198,14 @@ class K3(nn.Module):
         return self.lm_head(hidden if which == "all" else hidden[layout.last])
 
     @torch.no_grad()
+    def settle(self) -> "K3":
+        """Move weights that read the same input beside each other, in place, for inference: fewer products a step."""
+        for module in self.modules():
+            if isinstance(module, (KDA, MLA, MLP)):
+                module.settle()
+        return self
+
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Fresh weights from torch's global generator: normal(0, initializer_range) matrices, unit norms, zero AttnRes
         queries (a uniform mixture), KDA's own rules for decays and convolutions."""

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from perilune.ops.dispatch import fused, kernels, rows_of
 from perilune.ops.situ import (
     keeps_slopes,
+    packed_glu,
     situ_glu_forward,
     situ_glu_gradients,
     situ_glu_reference,
@@ -31,6 +32,8 @@ from perilune.ops.situ import (
 )
 
 FEW = 8  # rows an expert, on average, up to which the bytes of the weights are what a step costs
+
+_FEW_TOKENS = 16  # of a gated MLP, one tile
 
 
 class Activation(NamedTuple):
@@ -115,6 +118,16 @@ def _few(z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, 
     y = few.rows(rows_of(z), source, expert, ends, weight.reshape(-1), *both, k, *act.rules)
     out: Tensor = kernels("experts_triton").combine(y, place, k)
     return out
+
+
+@torch.no_grad()
+def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, activation: Activation | None = None) -> Tensor:
+    """down · act(gate x, up x): x [T,L], gate_up [2I,L] (gate first), down [O,I] -> [T,O]. No gradient."""
+    act = activation or Activation()
+    if len(x) <= _FEW_TOKENS and fused("gated_mlp", "auto", x):
+        out: Tensor = kernels("few_triton").mlp(rows_of(x), gate_up, down, *act.rules)
+        return out
+    return F.linear(packed_glu(F.linear(x, gate_up), *act), down)
 
 
 def experts_reference(

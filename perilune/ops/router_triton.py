@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_FEW = 256  # tokens up to which each has a warp of its own: k searches in a row wait for nobody
+
 
 @triton.jit
 def select_kernel(
@@ -95,7 +97,7 @@ def select(
     idx = torch.empty(T, top_k, dtype=torch.int64, device=products.device)
     threshold = torch.empty(T, dtype=torch.float32, device=products.device)
     bias = torch.zeros(E, device=products.device) if bias is None else bias.float()
-    tile = _tile(E)
+    tile = _tile(E) if T > _FEW else {"BT": 1, "BE": max(16, triton.next_power_of_2(E)), "num_warps": 1}
     select_kernel[(triton.cdiv(T, tile["BT"]),)](
         products, bias, scores, idx, weight, threshold, T, E, scaling,
         PARTS=parts, K=top_k, KP=triton.next_power_of_2(top_k), RENORM=renormalize and top_k > 1, **tile,

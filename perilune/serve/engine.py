@@ -48,12 +48,13 @@ class Engine:
     def __init__(
         self, model: K3, options: EngineOptions | None = None, agree: Callable[[Any], Any] = lambda value: value
     ) -> None:
-        """agree: makes what was drawn the same on all ranks of a parallel engine.
+        """model: its weights are moved (`K3.settle`). agree: makes what was drawn the same on all ranks of a parallel
+        engine.
 
         Raises ValueError for options that this model cannot be served with.
         """
         self._agree = agree
-        self.model, self.options = model, options or EngineOptions()
+        self.model, self.options = model.settle(), options or EngineOptions()
         weight, o = model.embed_tokens.weight, self.options
         self.device = weight.device
         self.context = min(o.context or model.config.max_position_embeddings, model.config.max_position_embeddings)

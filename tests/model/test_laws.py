@@ -1,5 +1,6 @@
 """Laws of the one forward: cuts, neighbours, forks, states; every variant of the architecture obeys them."""
 
+import copy
 from random import Random
 
 import pytest
@@ -217,3 +218,17 @@ def test_the_fp32_set_survives_narrowing() -> None:
 def test_wrong_token_count_is_one_sentence(model: K3) -> None:
     with pytest.raises(ValueError, match="tokens has 3 entries but the layout describes 4"):
         model(tokens(3), Layout.packed([4]))
+
+
+@torch.no_grad()
+def test_settled_weights_are_the_same_weights(model: K3) -> None:
+    """One product where there were several, values and names as before, and a second time changes nothing."""
+    ids, before = tokens(20), {name: p.clone() for name, p in model.named_parameters()}
+    settled = copy.deepcopy(model).settle()
+    one, other = (net(ids, Layout.packed([20])).logits for net in (model, settled))
+    torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+    assert all(torch.equal(before[name], p) for name, p in settled.named_parameters())
+    places = {name: p.data_ptr() for name, p in settled.named_parameters()}
+    assert {name: p.data_ptr() for name, p in settled.settle().named_parameters()} == places
+    layer = settled.layers[0].self_attn
+    assert layer.k_proj.weight.data_ptr() == layer.q_proj.weight.data_ptr() + layer.q_proj.weight.nbytes
