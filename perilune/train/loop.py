@@ -262,6 +262,13 @@ class Trainer:
 
         Raises CheckpointError or ConfigError in one sentence if it is another run's.
         """
+        state = self._expect(checkpoint)
+        load(self.model, checkpoint.weights)
+        self.optimizer.load_state_dict(checkpoint.optimizer())
+        self._continue(state)
+
+    def _expect(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """What the checkpoint says of its run, which is this one as far as `MAY_CHANGE` lets it differ."""
         checkpoint.expect_recipe(self.recipe, MAY_CHANGE)
         state = checkpoint.trainer
         if state["step"] > self.options.steps:
@@ -282,8 +289,9 @@ class Trainer:
                 "(%.3g, where it was %.3g).", before, self.options.steps, state["step"],
                 now(state["step"]), was(state["step"]),
             )  # fmt: skip
-        load(self.model, checkpoint.weights)
-        self.optimizer.load_state_dict(checkpoint.optimizer())
+        return state
+
+    def _continue(self, state: dict[str, Any]) -> None:
         self.step, self.position = state["step"], state["position"]
         set_rng_state(state["rng"])
         if self.balancer is not None:

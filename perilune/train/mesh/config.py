@@ -5,6 +5,7 @@ processes = pp · dp · cp · tp,      stage = dp · cp · tp ranks that hold th
 dp   rows of the batch             cp   tokens of a row, in contiguous pieces
 tp   heads, hidden units, words; between those parts a rank keeps 1/tp of its piece's tokens
 ep   experts; ep ranks of a stage exchange tokens, and stage / ep groups hold the same experts
+replicas   shards lie on stage / replicas ranks, and that many times (HSDP): gathered near, summed far
 pp   layers, `virtual` stages a rank
 """
 
@@ -16,7 +17,7 @@ from perilune.config import ModelConfig
 from perilune.train.mesh.activations import check_policies
 from perilune.train.options import TrainConfig
 
-_SIZES = ("cp", "tp", "pp", "ep", "virtual")
+_SIZES = ("cp", "tp", "pp", "ep", "virtual", "replicas")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class MeshConfig:
     """Stages a rank; above 1 they interleave."""
     zero: Literal[1, 2, 3] = 2
     """1 shards optimiser states, 2 also gradients after each micro-batch, 3 also parameters between uses."""
+    replicas: int = 1
+    """Groups of dp ranks that each hold everything; parameters are gathered within one, gradients summed over all."""
     dispatcher: Literal["balanced", "standard"] = "balanced"
     fabric: Literal["collective", "symmetric"] = "collective"
     """"symmetric": peers' memory over NVLink; needs CUDA devices of one host that reach each other."""
@@ -57,6 +60,11 @@ class MeshConfig:
     def stage(self) -> int:
         """Ranks that hold the same layers."""
         return self.dp * self.cp * self.tp
+
+    @property
+    def shard(self) -> int:
+        """Ranks of a stage that together hold every parameter once."""
+        return self.stage // self.replicas
 
     @property
     def stages(self) -> int:
@@ -92,7 +100,8 @@ def _checks(m: MeshConfig, c: ModelConfig, t: TrainConfig) -> list[tuple[bool, s
         "num_experts": (c.num_experts, m.ep),
     }
     return [
-        (m.stage % m.ep == 0, f"mesh.ep {m.ep} must divide dp · cp · tp = {m.stage}."),
+        (m.dp % m.replicas == 0, f"mesh.replicas {m.replicas} must divide mesh.dp {m.dp}."),
+        (m.shard % m.ep == 0, f"mesh.ep {m.ep} must divide dp · cp · tp / replicas = {m.shard}."),
         (m.ep == 1 or c.num_experts > 0, f"mesh.ep is {m.ep}, but the model has no experts."),
         *((n % by == 0, f"{name} {n} is not divided by the mesh ({by} ways).") for name, (n, by) in heads.items()),
         (t.rows % m.dp == 0, f"A micro-batch of {t.rows} rows does not divide among mesh.dp {m.dp}."),

@@ -40,7 +40,7 @@ class MeshModel:
     def __init__(self, config: ModelConfig, options: TrainConfig, mesh: Mesh, dtype: torch.dtype, step: Step) -> None:
         self.config, self.options, self.mesh, self.step = config, options, mesh, step
         c = mesh.config
-        self.sizes = Sizes(c.tp, c.ep, c.stage)
+        self.sizes = Sizes(c.tp, c.ep, c.shard)
         torch.manual_seed(options.seed)
         model = K3(config)
         model.reset_parameters()
@@ -52,9 +52,9 @@ class MeshModel:
         self.stages = [Stage(model, s, c.stages, c.pp, step, dtype) for s in range(mesh.pp, c.stages, c.pp)]
         self._parallelise()
         for stage in self.stages:
-            stage.to(mesh.device)
             sublayers = [getattr(layer, n) for layer in stage.all_layers() for n in _SUBLAYERS if hasattr(layer, n)]
-            groups.shard_parameters(stage, sublayers, self.sizes, mesh, dtype)
+            groups.shard_parameters(stage, sublayers, self.sizes, mesh, dtype)  # on the device, a group at a time
+            stage.to(mesh.device)  # what is no parameter
         step.begin_backward = lambda stage, last: groups.begin_backward(stage, c.zero, last)
         self.parameters = {n: p for stage in self.stages for n, p in stage.named_parameters()}
         self.buffers = {n: b for stage in self.stages for n, b in stage.named_buffers()}
@@ -67,16 +67,16 @@ class MeshModel:
 
     def box(self, name: str) -> Box:
         """What this rank holds of a parameter."""
-        return self.sizes.boxes(name, self.shapes[name])[self.mesh.stage_rank]
+        return self.sizes.boxes(name, self.shapes[name])[self.mesh.shard_rank]
 
     def repeats(self, name: str) -> bool:
-        """Whether another stage holds this parameter too and counts and saves it."""
+        """Whether another stage holds this parameter too, counts it and saves it."""
         return name == _EMBEDDING and self.mesh.config.pp > 1 and self.mesh.last
 
     def held(self, *, reading: bool = False) -> Iterator[Held]:
         """This rank's boxes of parameters and biases; for writing, each box of all ranks once."""
         for name, value in self.locals.items():
-            if reading or not self.repeats(name):
+            if reading or not (self.mesh.replica or self.repeats(name)):
                 yield Held(name, self.box(name), value.view(self.box(name).shape))
         for name, value in self.buffers.items():
             if reading or self.mesh.stage_rank == 0:
@@ -111,7 +111,7 @@ class MeshModel:
         forced = routed.ForcedRouting() if mesh.forced_routing else None
         step.enter = (lambda micro: setattr(forced, "first", micro.layout.first)) if forced else lambda _: None
         for stage in self.stages:
-            cut_parameters(stage, self.sizes, self.mesh.stage_rank)
+            cut_parameters(stage, self.sizes, self.mesh.shard_rank)
             for layer in stage.all_layers():
                 self._parallelise_layer(layer, exchange, forced)
             if stage.last and mesh.tp > 1:

@@ -147,13 +147,14 @@ class ShardedOptimizer:
 
     def __init__(
         self, plans: Sequence[ParamPlan], shapes: Mapping[str, tuple[int, ...]], sizes: Sizes, rank: int,
-        group: dist.ProcessGroup, repeats: Callable[[str], bool],
+        group: dist.ProcessGroup, repeats: Callable[[str], bool], replicas: int = 1,
     ) -> None:  # fmt: skip
-        """plans: of the local shards. shapes: of the whole parameters. group: the stage, `rank` within it. repeats:
-        True for a parameter that another stage holds too and counts in the gradient norm."""
+        """plans: of the local shards. shapes: of the whole parameters. group: the ranks that hold them once, `rank`
+        within it; `replicas` groups do the same. repeats: True for a parameter that another stage holds too and counts
+        in the gradient norm."""
         self.plans = sorted(plans, key=lambda p: p.name)
         self.shapes, self.sizes, self.rank, self.group, self.repeats = shapes, sizes, rank, group, repeats
-        self.skipped = 0
+        self.skipped, self.replicas = 0, replicas
         self.boxes = {p.name: sizes.boxes(p.name, shapes[p.name]) for p in self.plans}
         self._muon = {p.name: self._hold(p) for p in self.plans if p.kind == "muon"}
         self._adamw = Optimizer([p for p in self.plans if p.kind == "adamw" and p.param.numel()])
@@ -193,7 +194,7 @@ class ShardedOptimizer:
             if not self.repeats(name) and grad.numel():
                 total += torch.linalg.vector_norm(grad).double() ** 2
         dist.all_reduce(total)
-        return float(total.sqrt())
+        return float((total / self.replicas).sqrt())
 
     def _momentum(self, grads: Mapping[str, Tensor]) -> None:
         for name, held in self._muon.items():

@@ -26,9 +26,9 @@ from perilune.data import Batch, Batches, Prepared, bits_per_byte, held_out_batc
 from perilune.data.batches import NO_TARGET
 from perilune.model.shards import replace_directory
 from perilune.ops.memory import keep_freed_memory
-from perilune.train.checkpoint import Checkpoint, CheckpointError, rng_state, set_rng_state
+from perilune.train.checkpoint import Checkpoint, rng_state
 from perilune.train.clip import qk_clip
-from perilune.train.loop import MAY_CHANGE, Trainer
+from perilune.train.loop import Trainer
 from perilune.train.loss import second_target_count
 from perilune.train.machine import pick_device, pick_precision
 from perilune.train.mesh.boxes import Box
@@ -74,8 +74,8 @@ class MeshTrainer(Trainer):
         self.shared = Step(observe=self._observe_training)
         self.part = part = MeshModel(config, options, self.mesh, self.dtype, self.shared)
         plans = [replace(p, param=part.locals[p.name]) for p in part.plans if p.name in part.locals]
-        place = (self.mesh.stage_rank, self.mesh.group("stage"))
-        self.optimizer: Any = ShardedOptimizer(plans, part.shapes, part.sizes, *place, part.repeats)
+        place = (self.mesh.shard_rank, self.mesh.group("shard"))
+        self.optimizer: Any = ShardedOptimizer(plans, part.shapes, part.sizes, *place, part.repeats, mesh.replicas)
         tokens = options.rows * options.context // mesh.stage
         self.pipeline = Pipeline(part.stages, self.mesh, options.accumulate, tokens)
         self.schedule = Schedule(options.lr, options.steps, options.schedule, options.warmup_share, options.floor_share)
@@ -227,6 +227,7 @@ class MeshTrainer(Trainer):
             self._resume()
             if first:
                 self._describe_run()
+                log.info("On a mesh no samples and looks are taken (inspect_every): nobody holds the whole model.")
             metrics = stack.enter_context(MetricsLog(self.directory, self.step, self.options.wandb)) if first else None
             line: Any = stack.enter_context(ProgressLine(self.options.steps, self.step) if first else nullcontext())
             while self.step < self.options.steps:
@@ -270,7 +271,7 @@ class MeshTrainer(Trainer):
     def held_state(self, *, reading: bool = False) -> Iterator[Held]:
         for name, (parameter, value) in self.optimizer.state().items():
             box = self.part.box(parameter)
-            if not reading and self.part.repeats(parameter):
+            if not reading and (self.mesh.replica or self.part.repeats(parameter)):
                 continue
             if value.dim() == 0:
                 if reading or box.top == box.left == 0:
@@ -294,23 +295,14 @@ class MeshTrainer(Trainer):
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Everything as it was, whatever mesh or single process wrote it."""
-        checkpoint.expect_recipe(self.recipe, MAY_CHANGE)
-        state = checkpoint.trainer
-        if state["data"] != self.data.fingerprint:
-            raise CheckpointError(
-                f"{checkpoint.path} was trained on other data or another tokenizer (the sources have changed since); "
-                "restore them, or train into another directory."
-            )
+        state = self._expect(checkpoint)
         read_weights(checkpoint.weights, self.config, self.part.held(reading=True), self.part.shapes)
         path = checkpoint.path / "optimizer.safetensors"
         read_states(path, self.held_state(reading=True))
         skipped = Held("skipped", Box(0, 1, 0, 1), torch.zeros(1, 1, dtype=torch.int64))
         read_states(path, [skipped])
         self.optimizer.skipped = int(skipped.values)
-        self.step, self.position = state["step"], state["position"]
-        set_rng_state(state["rng"])
-        if self.balancer is not None:
-            self.balancer.load_state_dict(state["balancer"])
+        self._continue(state)
 
     def _finish(self) -> None:
         target = self.directory / "weights"

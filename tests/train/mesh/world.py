@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from perilune.config import ModelConfig, preset
 from perilune.data import Prepared, Shard
-from perilune.train.checkpoint import latest
+from perilune.train.checkpoint import CheckpointError, latest
 from perilune.train.checkpoint import load as open_checkpoint
 from perilune.train.loop import Trainer
 from perilune.train.mesh.boxes import as_matrix
@@ -66,6 +66,7 @@ FOUR_MICROS = {"batch_tokens": 1024}
 CASES: dict[str, Case] = {
     "dp8-zero1": case(dp=8, zero=1),
     "ep8": case(dp=8, ep=8),
+    "hsdp": case(dp=4, tp=2, replicas=2, ep=2, zero=3),
     "cp4": case(dp=2, cp=4),
     "tp4": case(dp=2, tp=4),
     "pp4-zero1": Case({"pp": 4, "dp": 2, "zero": 1}, {}, FOUR_MICROS),
@@ -251,8 +252,12 @@ def check_resharding(folder: Path) -> None:
         checkpoints.wait()
     saved = open_checkpoint(latest(folder / "checkpoints"))
     before: dict[str, torch.Tensor] = {}
-    for mesh in ({"dp": 2, "cp": 2, "tp": 2, "ep": 4}, {"pp": 2, "dp": 4, "ep": 2, "zero": 3}, {"dp": 8, "ep": 8}):
-        other = _trainer(folder, **mesh)
+    for mesh in (
+        {"dp": 2, "cp": 2, "tp": 2, "ep": 4},
+        {"pp": 2, "dp": 4, "ep": 2, "zero": 3},
+        {"dp": 8, "ep": 4, "replicas": 2},
+    ):
+        other = _trainer(folder, steps=5, **mesh)  # a run may go further than it was made for, and no other way
         other.restore(saved)
         found = _whole_state(other)
         before = before or found
@@ -260,6 +265,13 @@ def check_resharding(folder: Path) -> None:
         for name, value in found.items():
             assert torch.equal(value, before[name]), f"{name} differs on {mesh}"
         assert abs(other.train_step().loss - after) < 1e-4
+    other.recipe = {"train": {"steps": 5, "lr": 1.0}}
+    try:
+        other.restore(saved)
+    except CheckpointError as error:
+        assert "train.lr" in str(error), error
+    else:
+        raise AssertionError("a run with another rate was continued")
     if dist.get_rank() == 0:
         one = Trainer(MODEL, OPTIONS, data(), folder, {})
         one.restore(saved)
@@ -270,8 +282,9 @@ def check_resharding(folder: Path) -> None:
             assert torch.equal(as_matrix(value.reshape(value.shape or (1,))), as_matrix(before[name])), name
 
 
-def _trainer(folder: Path, **mesh: Any) -> MeshTrainer:
-    return MeshTrainer(MODEL, OPTIONS, data(), folder, {}, MeshConfig(forced_routing=True, **mesh))
+def _trainer(folder: Path, steps: int = OPTIONS.steps, **mesh: Any) -> MeshTrainer:
+    recipe, options = {"train": {"steps": steps}}, replace(OPTIONS, steps=steps)
+    return MeshTrainer(MODEL, options, data(), folder, recipe, MeshConfig(forced_routing=True, **mesh))
 
 
 def _whole_state(trainer: MeshTrainer) -> dict[str, torch.Tensor]:
