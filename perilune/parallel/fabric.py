@@ -277,6 +277,10 @@ def _chains(heads: Tensor, slot: Tensor, follows: Tensor, K: int, rows: int) -> 
 
 def _sum_in_order(x_PH: Tensor, index_SK: Tensor) -> Tensor:
     """Σ_k x[index[:, k]] in ascending k, fp32, rounded once; −1 adds nothing."""
+    if x_PH.is_cuda and x_PH.dtype != torch.float64:
+        from perilune.parallel.sums_triton import sum_in_order  # Triton is absent from CPU installs
+
+        return sum_in_order(x_PH, index_SK)
     total = x_PH.new_zeros(index_SK.shape[0], x_PH.shape[1], dtype=accumulating(x_PH.dtype))
     if x_PH.shape[0] == 0:
         return total.to(x_PH.dtype)

@@ -100,7 +100,10 @@ Tile = tuple[int, int, int, int, int]
 
 
 def _tile(x: Tensor) -> Tile:
-    return (128, 256, 64, 8, 3) if x.dtype.itemsize == 2 else (64, 64, 32, 4, 2)
+    if x.dtype.itemsize > 2:
+        return 64, 64, 32, 4, 2
+    roomy = not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] in (9, 10)  # 144 KiB of shared memory
+    return (128, 256, 64, 8, 3) if roomy else (128, 128, 32, 8, 3)
 
 
 def _programs(x: Tensor) -> int:

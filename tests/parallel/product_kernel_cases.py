@@ -1,9 +1,11 @@
-"""Run by test_products in its own interpreter: the kernels for borrowed groups against loops."""
+"""Run by test_products in its own interpreter: the kernels for borrowed groups and for sums against loops."""
 
 import numpy as np
 import torch
 
 from perilune.parallel import products_triton as k
+from perilune.parallel.fabric import _sum_in_order
+from perilune.parallel.sums_triton import sum_in_order
 
 
 def case(seed: int, dtype: torch.dtype) -> None:
@@ -33,6 +35,16 @@ def case(seed: int, dtype: torch.dtype) -> None:
     assert torch.equal(out[first], torch.full_like(out[first], 7.0))  # rows of the home groups are not touched
 
 
+def sums(seed: int, dtype: torch.dtype) -> None:
+    """The kernel that collectives use on a GPU against the loop that they use elsewhere, bit for bit."""
+    rng, g = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    N, P, K, H = 9, int(rng.integers(0, 12)), int(rng.integers(0, 5)), int(rng.integers(1, 40))
+    x, index = torch.randn(N, H, generator=g).to(dtype), torch.from_numpy(rng.integers(-1, N, size=(P, K)))
+    assert torch.equal(sum_in_order(x, index), _sum_in_order(x, index))
+
+
+for seed in range(8):
+    sums(seed, torch.float32 if seed % 2 else torch.float16)
 for seed in range(6):
     case(seed, torch.float32 if seed % 3 else torch.float16)
 print("ok")
