@@ -109,7 +109,9 @@ def test_stages_are_even_and_share_blocks_once(layers: int, stages: int) -> None
     [
         ({"zero": 4}, "mesh.zero must be one of 1, 2, 3"),
         ({"tp": 0}, "mesh.tp must be at least 1"),
-        ({"ep": 3}, r"mesh.ep 3 must divide dp · cp · tp = 8"),
+        ({"ep": 3}, r"mesh.ep 3 must divide dp · cp · tp / replicas = 8"),
+        ({"replicas": 3}, "mesh.replicas 3 must divide mesh.dp 8"),
+        ({"replicas": 4, "ep": 4}, r"mesh.ep 4 must divide dp · cp · tp / replicas = 2"),
         ({"tp": 8}, r"kda_num_heads 4 is not divided by the mesh \(8 ways\)"),
         ({"cp": 8}, r"num_attention_heads 4 is not divided"),
         ({"pp": 8}, r"mesh.pp · mesh.virtual = 8 stages are more than the model's 5 layers"),
