@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 
 _ALIGN = 64  # rows of a joined weight on a GPU: every column of the product then starts on a 16-byte border
 
+_ALIGN_CPU = 16  # in training: 290 columns of 4096 rows of 96 take 3.8 ms, 304 take 2.3
+
 _casts: dict[tuple[Any, ...], Tensor] | None = None
 
 
@@ -53,7 +55,7 @@ def settle(*layers: Any) -> None:
     a multiple of 64: what was several products of one input can be one. Values and names stay."""
     weights = [layer.weight for layer in layers]
     if len(weights) > 1 and beside(weights) is None and len({w.dtype for w in weights}) == 1:
-        rest = _together(weights[0].dtype, tuple(weights))
+        rest = _together(weights[0].dtype, tuple(weights), _ALIGN if weights[0].device.type == "cuda" else 1)
         for weight in weights:
             weight.data, rest = rest[: len(weight)], rest[len(weight) :]
 
@@ -92,7 +94,7 @@ def weights_cast_once() -> Iterator[None]:
 def cast(*weights: Tensor) -> Tensor:
     """One weight, or several [N_i, D] on top of each other, in autocast's dtype (their own without autocast).
 
-    Several get rows of zeros on a GPU up to a multiple of 64. Gradients arrive in each weight's own dtype.
+    Several get rows of zeros up to a multiple of 64, on a CPU of 16. Gradients arrive in each weight's own dtype.
     """
     first = weights[0]
     kind = first.device.type
@@ -112,7 +114,7 @@ class _Cast(torch.autograd.Function):
         key = (dtype, *(id(w) for w in weights))
         made = None if _casts is None else _casts.get(key)
         if made is None:
-            made = _together(dtype, weights)
+            made = _together(dtype, weights, _ALIGN if weights[0].device.type == "cuda" else _ALIGN_CPU)
             if _casts is not None:
                 _casts[key] = made
         return made.detach()
@@ -124,11 +126,11 @@ class _Cast(torch.autograd.Function):
         return None, *(part.to(dtype) for part, dtype in zip(parts, ctx.dtypes))
 
 
-def _together(dtype: torch.dtype, weights: tuple[Tensor, ...]) -> Tensor:
+def _together(dtype: torch.dtype, weights: tuple[Tensor, ...], align: int) -> Tensor:
     if len(weights) == 1:
         return weights[0].detach().to(dtype)
     rows = [len(w) for w in weights]
-    spare = -sum(rows) % _ALIGN if weights[0].device.type == "cuda" else 0
+    spare = -sum(rows) % align
     joined = weights[0].new_empty(sum(rows) + spare, *weights[0].shape[1:], dtype=dtype)
     parts = joined.split([*rows, spare])
     torch._foreach_copy_(list(parts[:-1]), [w.detach() for w in weights])

@@ -181,12 +181,12 @@ class _ShortConv(torch.autograd.Function):
         activation: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype, taps = _accumulating(x.dtype), weight.shape[1]
-        w = weight.to(dtype)
+        w = weight.to(dtype).T.contiguous()  # [W,C]: a tap's row lies together, or addcmul leaves its vector loop
         extended = _extend(x, tail, rows, taps, dtype)
         valid = extended.shape[1] - taps + 1
-        pre = extended[:, taps - 1 :] * w[:, -1]
+        pre = extended[:, taps - 1 :] * w[-1]
         for j in range(taps - 1):
-            pre.addcmul_(extended[:, j : j + valid], w[:, j])
+            pre.addcmul_(extended[:, j : j + valid], w[j])
         if rows is not None:
             pre = pre.index_select(1, rows[0] - (taps - 1))
             new_tail = extended.index_select(1, rows[2]).view(-1, taps - 1, x.shape[2]).transpose(1, 2)
@@ -201,7 +201,7 @@ class _ShortConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, d_new_tail: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         extended, w, pre = ctx.saved_tensors
-        rows, (x_dtype, weight_dtype, tail_dtype), taps = ctx.rows, ctx.dtypes, w.shape[1]
+        rows, (x_dtype, weight_dtype, tail_dtype), taps = ctx.rows, ctx.dtypes, w.shape[0]
         dpre = dy.to(w.dtype)
         if pre is not None:
             dpre = torch.ops.aten.silu_backward(dpre, pre)
@@ -212,7 +212,7 @@ class _ShortConv(torch.autograd.Function):
         dweight = torch.stack([(dpre * extended[:, j : j + valid]).sum((0, 1)) for j in range(taps)], 1)
         dextended = torch.zeros_like(extended)
         for j in range(taps):
-            dextended[:, j : j + valid].addcmul_(dpre, w[:, j])
+            dextended[:, j : j + valid].addcmul_(dpre, w[j])
         d_new_tail = d_new_tail.to(w.dtype).transpose(1, 2)
         if rows is not None:
             dextended.index_add_(1, rows[2], d_new_tail.reshape(1, -1, extended.shape[2]))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.ops.dispatch import fused, kernels, rows_of
+from perilune.ops.precision import own_precision
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,9 +34,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> Te
     """RMSNorm over the last axis. x [..., D] in any float dtype, weight [D]; returns x's dtype."""
     if fused("rms_norm", impl, x):
         return _FusedNorm.apply(x, None, weight, eps)
-    y: Tensor = _RMSNorm.apply(x, eps)
-    # The weight is cast so that fp32 master weights under bf16 activations do not widen the stream.
-    return y * weight.to(x.dtype)
+    y: Tensor = _RMSNorm.apply(x, weight, eps)
+    return y
 
 
 @torch.no_grad()
@@ -82,25 +82,35 @@ def _rstd(x32: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(norm.square() / x32.shape[-1] + eps)
 
 
-def _normalised_backward(g: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
-    """d/dx of x̂ = x·rstd given dL/dx̂; consumes g."""
-    dot = (g * xhat).mean(-1, keepdim=True)
-    return g.addcmul(xhat, dot, value=-1).mul_(rstd)
+def _norm_backward(g: Tensor, weight: Tensor, x: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dw, g·x) of x·rstd·w under g, all wide: dx = rstd (g w − x rstd² mean(g w x)), dw = Σ rows g x rstd.
+
+    Both sums over g·x are products of a matrix and a vector, which read it once.
+    """
+    width = x.shape[-1]
+    along = g * x
+    flat = along.reshape(-1, width)
+    dw = rstd.reshape(1, -1) @ flat
+    shrink = (flat @ weight).view(rstd.shape) * rstd.pow(3).div_(width)
+    return (g * weight).mul_(rstd).addcmul_(x, shrink, value=-1), dw.view(width), along
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x32 = _wide(x)
         rstd = _rstd(x32, eps)
-        ctx.save_for_backward(x, rstd)
-        return (x32 * rstd).to(x.dtype)
+        ctx.save_for_backward(x, weight, rstd)
+        # The weight is cast so that fp32 master weights under bf16 activations do not widen the stream.
+        return (x32 * rstd).to(x.dtype).mul_(weight.to(x.dtype))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        x, rstd = ctx.saved_tensors
-        return _normalised_backward(_wide(g), _wide(x) * rstd, rstd).to(x.dtype), None
+    @once_differentiable
+    @own_precision
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dw, _ = _norm_backward(_wide(g), weight.to(x.dtype).to(rstd.dtype), _wide(x), rstd)
+        return dx.to(x.dtype), dw.to(weight.dtype), None
 
 
 class _GatedRMSNorm(torch.autograd.Function):
@@ -109,22 +119,17 @@ class _GatedRMSNorm(torch.autograd.Function):
         x32 = _wide(x)
         rstd = _rstd(x32, eps)
         ctx.save_for_backward(x, gate, weight, rstd)
-        return (x32 * rstd * weight).mul_(torch.sigmoid(_wide(gate))).to(x.dtype)
+        return (x32 * rstd).mul_(weight).mul_(torch.sigmoid(_wide(gate))).to(x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
+    @own_precision
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, gate, weight, rstd = ctx.saved_tensors
-        xhat, s, g = _wide(x) * rstd, torch.sigmoid(_wide(gate)), _wide(g)
-        gs = g * s
-        d_gate = (gs * (1 - s)).mul_(xhat).mul_(weight)
-        d_weight = (gs * xhat).flatten(0, -2).sum(0)
-        return (
-            _normalised_backward(gs * weight, xhat, rstd).to(x.dtype),
-            d_gate.to(gate.dtype),
-            d_weight.to(weight.dtype),
-            None,
-        )
+        open_ = torch.sigmoid(_wide(gate))
+        dx, dw, along = _norm_backward(_wide(g) * open_, weight.to(rstd.dtype), _wide(x), rstd)
+        dgate = along.mul_(1 - open_).mul_(weight).mul_(rstd)
+        return dx.to(x.dtype), dgate.to(gate.dtype), dw.to(weight.dtype), None
 
 
 class _FusedNorm(torch.autograd.Function):
