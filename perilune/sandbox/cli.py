@@ -26,6 +26,7 @@ from perilune.sandbox.images.source import Builder, Image
 from perilune.sandbox.runtime import Runtime
 from perilune.sandbox.sandbox import Sandbox
 from perilune.sandbox.template import add_template, known_templates
+from perilune.sandbox.vmm import accel
 from perilune.sandbox.vmm.driver import Shape
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="MicroVMs that pause, resume, fork and snapshot.")
@@ -71,6 +72,7 @@ def setup(
     kernel: Annotated[Path | None, typer.Option(help="a vmlinux or bzImage of yours")] = None,
     source: Annotated[bool, typer.Option(help="build the small kernel from linux-source (minutes)")] = False,
     pvm: Annotated[bool, typer.Option(help="the kernel is built for PVM: use KVM although it emulates")] = False,
+    accelerator: Annotated[str, typer.Option(help="kvm or tcg, whatever is measured")] = "",
     home: Home = None,
 ) -> None:
     """Get a guest kernel (default: Debian's cloud kernel) and build the agent."""
@@ -78,7 +80,8 @@ def setup(
         where = home or parts.default_home()
         if source:
             kernel = parts.source_kernel(where / "guest", os.cpu_count() or 1)
-        guest = parts.build(where, kernel.absolute() if kernel else None, pvm)
+        accel.require(accelerator or "tcg")
+        guest = parts.build(where, kernel.absolute() if kernel else None, pvm, accelerator)
         typer.echo(f"{guest.kernel} on {guest.machine}, {guest.accelerator}")
 
 
@@ -123,7 +126,7 @@ def shell(box: Id, user: Annotated[str, typer.Option("-u")] = "", home: Home = N
 
 def _interact(process: Process) -> None:
     before = termios.tcgetattr(0)
-    tty.setraw(0)
+    tty.setraw(0, termios.TCSADRAIN)  # what was typed ahead stays
     try:
 
         def keys() -> None:

@@ -28,7 +28,7 @@ from perilune.sandbox.roster import Roster
 from perilune.sandbox.snapshot import Snapshot, Store
 from perilune.sandbox.timeouts import Clock
 from perilune.sandbox.upkeep import FLATTEN_MEMORY, Upkeep
-from perilune.sandbox.vmm import qemu
+from perilune.sandbox.vmm import accel, qemu
 from perilune.sandbox.vmm.driver import Platform
 from perilune.sandbox.vmm.zygote import Zygote
 
@@ -50,7 +50,8 @@ class Runtime(Roster):
         self.home = (home or setup.default_home()).absolute()
         guest = setup.load(self.home)
         self.zygote = Zygote(qemu.PROGRAM, guest.preload)
-        cpu = "host" if guest.accelerator == "kvm" else "max"
+        accel.require(guest.accelerator)
+        cpu = qemu.CPUS[guest.accelerator]
         driver = qemu.Qemu(guest.machine, guest.accelerator, cpu, self.zygote, qemu.jail(jail) if jail else None)
         self.platform = Platform(qemu.version(), guest.machine, cpu, guest.accelerator, guest.kernel_sha256)
         store = Store(self.home).make()

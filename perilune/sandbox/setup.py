@@ -39,6 +39,7 @@ class Guest:
     kernel_sha256: str
     accelerator: str
     paravirtual: bool = False
+    asked: str = ""  # the accelerator that the user wants, whatever is measured
 
     @property
     def append(self) -> str:
@@ -60,12 +61,12 @@ def load(home: Path) -> Guest:
     except (OSError, ValueError):
         raise SetupMissing(f"no guest kernel in {folder}: run `perilune sandbox setup`") from None
     if known.pop("sources") != _sources_digest():
-        return build(home, Path(known["kernel"]), known["paravirtual"])
+        return build(home, Path(known["kernel"]), known["paravirtual"], known.get("asked", ""))
     paths = {key: Path(known[key]) for key in ("kernel", "initrd", "preload")}
     return Guest(**{**known, **paths})
 
 
-def build(home: Path, kernel: Path | None = None, paravirtual: bool = False) -> Guest:
+def build(home: Path, kernel: Path | None = None, paravirtual: bool = False, asked: str = "") -> Guest:
     """Everything for `kernel`: a path to a vmlinux or bzImage; None takes Debian's cloud kernel from the package
     manager."""
     folder = home / "guest"
@@ -79,8 +80,9 @@ def build(home: Path, kernel: Path | None = None, paravirtual: bool = False) -> 
     _compile(folder / "preload.so", ["-shared", "-fPIC", "-Os", "-s"], [PRELOAD])
     initrd(folder / "initrd.gz", folder / "agent", modules)
     machine = kernel_machine(kernel)
-    choice = accel.choose(accel.probe(), paravirtual)
-    guest = Guest(kernel, folder / "initrd.gz", folder / "preload.so", machine, sha256(kernel), choice, paravirtual)
+    choice = asked or accel.choose(accel.probe(), paravirtual)
+    parts = (kernel, folder / "initrd.gz", folder / "preload.so")
+    guest = Guest(*parts, machine, sha256(kernel), choice, paravirtual, asked)
     known = {**asdict(guest), "sources": _sources_digest()}
     write_atomically(folder / "guest.json", json.dumps(known, indent=1, default=str).encode())
     return guest

@@ -8,6 +8,15 @@ from aiohttp import web
 from perilune import __version__
 
 
+def _schema(summary: str) -> dict[str, Any]:
+    """Of the body that a route's summary names: {needed, optional?, one | other}."""
+    named = re.findall(r"(\w+)(\??)", summary.partition("{")[2].partition("}")[0])
+    schema: dict[str, Any] = {"type": "object", "properties": {name: {} for name, _ in named}}
+    if needed := [name for name, optional in named if not optional and "|" not in summary]:
+        schema["required"] = needed
+    return schema
+
+
 def document(app: web.Application) -> dict[str, Any]:
     """OpenAPI 3.1 of every control-plane route."""
     paths: dict[str, dict[str, Any]] = {}
@@ -25,7 +34,7 @@ def document(app: web.Application) -> dict[str, Any]:
         if parameters:
             operation["parameters"] = parameters
         if route.method in ("POST", "PUT", "PATCH"):
-            operation["requestBody"] = {"content": {"application/json": {"schema": {"type": "object"}}}}
+            operation["requestBody"] = {"content": {"application/json": {"schema": _schema(operation["summary"])}}}
         paths.setdefault(path, {})[route.method.lower()] = operation
     error = {"type": "object", "properties": {"code": {"type": "integer"}, "message": {"type": "string"}}}
     return {

@@ -14,6 +14,8 @@ import struct
 import time
 from dataclasses import dataclass
 
+from perilune.sandbox.errors import SetupMissing
+
 _GET_API, _CREATE_VM, _VCPU_SIZE = 0xAE00, 0xAE01, 0xAE04
 _SET_MEMORY, _CREATE_VCPU, _SET_TSS = 0x4020AE46, 0xAE41, 0xAE47
 _RUN, _GET_REGS, _SET_REGS, _GET_SREGS, _SET_SREGS = 0xAE80, 0x8090AE81, 0x4090AE82, 0x8138AE83, 0x4138AE84
@@ -87,6 +89,20 @@ def probe(path: str = "/dev/kvm", iterations: int = 20_000) -> Probe:
     mips = 2 * iterations / took / 1e6
     kind = "hardware" if mips >= ENOUGH_MIPS else "emulated"
     return Probe(kind, mips, f"{path}: {mips:.1f} million ring-0 instructions a second")
+
+
+def require(accelerator: str, path: str = "/dev/kvm") -> None:
+    """SetupMissing when this host cannot have it."""
+    if accelerator not in ("kvm", "tcg"):
+        raise SetupMissing(f"the accelerator is kvm or tcg, not {accelerator!r}")
+    if accelerator == "kvm":
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            fix = (
+                "enable virtualisation and load kvm_intel or kvm_amd, or run `perilune sandbox setup --accelerator tcg`"
+            )
+            raise SetupMissing(f"{path}: {error.strerror}: {fix}") from None
 
 
 def choose(found: Probe, paravirtual_kernel: bool = False) -> str:

@@ -30,6 +30,7 @@ from perilune.sandbox.vmm.zygote import Zygote
 
 _MOST_LOG = 1 << 20
 PROGRAM = "qemu-system-x86_64"
+CPUS = {"tcg": "max", "kvm": "host,-arch-capabilities"}  # QEMU 7.2 dies where KVM shows that register but refuses it
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,10 @@ class Zygote:
         with self._lock, log.open("ab") as file:
             for _ in range(2):
                 pid = self._ask(message, file.fileno())
+                if not pid or isolated:  # a machine in a jail has an address space that no other one shares the plan of
+                    self._end()
                 if pid:
                     break
-                self._end()
         if pid <= 0:
             raise OutOfCapacity(f"{self._program} cannot be forked: {os.strerror(-pid) if pid else 'it ended'}")
         return pid

@@ -1,0 +1,171 @@
+"""What the E2B SDK 2.2 sends, byte for byte by its contract: that SDK cannot be had here, its routes and bodies can."""
+
+import base64
+import http.client
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sandbox.served import served
+
+from perilune.sandbox.http.app import Server
+from perilune.sandbox.http.auth import Keys
+from perilune.sandbox.runtime import Runtime
+
+KEY = "e2b_" + "0" * 40
+CLIENT = {"User-Agent": "e2b-python-sdk/2.2.0", "lang": "python", "package_version": "2.2.0", "publisher": "e2b"}
+
+
+class Client:
+    """One connection for the API and one for the daemon, as the SDK keeps them."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self.box, self.token = port, "", ""
+
+    def api(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        headers = {**CLIENT, "X-API-KEY": KEY}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        status, data, _ = self._send(method, path, json.dumps(body).encode() if body is not None else None, headers)
+        return status, json.loads(data) if data else None
+
+    def daemon(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+        known = {"E2b-Sandbox-Id": self.box, "E2b-Sandbox-Port": "49983", "X-Access-Token": self.token}
+        status, data, _ = self._send(method, path, body, {**CLIENT, **known, **headers})
+        return status, data
+
+    def call(self, method: str, **message: Any) -> tuple[int, Any]:
+        """A unary Connect call."""
+        body, kind = json.dumps(message).encode(), {"Content-Type": "application/json", "Connect-Protocol-Version": "1"}
+        status, data = self.daemon("POST", f"/{method}", body, **kind)
+        return status, json.loads(data)
+
+    def stream(self, method: str, **message: Any) -> list[dict[str, Any]]:
+        """A server-streaming Connect call: its messages, the last one the trailer."""
+        raw = json.dumps(message).encode()
+        kind = {
+            "Content-Type": "application/connect+json",
+            "Connect-Protocol-Version": "1",
+            "Keepalive-Ping-Interval": "50",
+            "Authorization": "Basic " + base64.b64encode(b"user:").decode(),
+        }
+        status, data = self.daemon("POST", f"/{method}", struct.pack(">BI", 0, len(raw)) + raw, **kind)
+        assert status == 200
+        found = []
+        while data:
+            flags, length = struct.unpack_from(">BI", data)
+            found.append({**json.loads(data[5 : 5 + length]), "flags": flags})
+            data = data[5 + length :]
+        assert [m["flags"] for m in found] == [0] * (len(found) - 1) + [2]
+        return found
+
+    def run(self, line: str) -> tuple[str, int]:
+        process = {"cmd": "/bin/bash", "args": ["-l", "-c", line], "envs": {}}
+        out, code = "", -1
+        for message in self.stream("process.Process/Start", process=process):
+            event = message.get("event", {})
+            out += base64.b64decode(event.get("data", {}).get("stdout", "")).decode()
+            code = event["end"].get("exitCode", 0) if "end" in event else code
+        return out, code
+
+    def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read(), answer.headers
+        finally:
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def client(runtime: Runtime) -> Iterator[Client]:
+    with served(Server(runtime, Keys.load(runtime.home, KEY))) as port:
+        made = Client(port)
+        status, body = made.api(
+            "POST", "/sandboxes",
+            {"templateID": "base", "metadata": {"who": "old"}, "timeout": 300, "envVars": {"COLOUR": "red"},
+             "secure": True, "allow_internet_access": False, "autoPause": False},
+        )  # fmt: skip
+        assert status == 201 and {"templateID", "sandboxID", "clientID", "envdVersion"} <= set(body)
+        made.box, made.token = body["sandboxID"], body["envdAccessToken"]
+        yield made
+        made.api("DELETE", f"/sandboxes/{made.box}")
+
+
+def test_commands_and_their_ends(client: Client) -> None:
+    assert client.run("echo $COLOUR; id -un; exit 3") == ("red\nuser\n", 3)
+    assert client.daemon("GET", "/health")[0] == 204
+    status, body = client.call("process.Process/SendSignal", process={"pid": 999999}, signal="SIGNAL_SIGKILL")
+    assert (status, body["code"]) == (404, "not_found")
+    assert client.call("process.Process/List") == (200, {"processes": []})
+    missing = client.stream("process.Process/Start", process={"cmd": "/nowhere", "args": []})
+    assert missing[-1]["error"]["code"] in ("not_found", "invalid_argument")
+
+
+def test_files_by_multipart(client: Client) -> None:
+    edge, data = "b0undary", bytes(range(256)) * 500
+    head = f'--{edge}\r\nContent-Disposition: form-data; name="file"; filename="/home/user/a.bin"\r\n'
+    form = head.encode() + b"Content-Type: application/octet-stream\r\n\r\n" + data + f"\r\n--{edge}--\r\n".encode()
+    kind = {"Content-Type": f"multipart/form-data; boundary={edge}"}
+    status, answer = client.daemon("POST", "/files?path=%2Fhome%2Fuser%2Fa.bin&username=user", form, **kind)
+    assert status == 200 and json.loads(answer) == [{"name": "a.bin", "path": "/home/user/a.bin", "type": "file"}]
+    assert client.daemon("GET", "/files?path=%2Fhome%2Fuser%2Fa.bin&username=user") == (200, data)
+    assert client.daemon("GET", "/files?path=%2Fnowhere&username=user")[0] == 404
+    _, listed = client.call("filesystem.Filesystem/ListDir", path="/home/user", depth=1)
+    assert [e["path"] for e in listed["entries"] if e["name"] == "a.bin"] == ["/home/user/a.bin"]
+    assert client.call("filesystem.Filesystem/MakeDir", path="/home/user/d")[0] == 200
+    assert client.call("filesystem.Filesystem/MakeDir", path="/home/user/d")[1]["code"] == "already_exists"
+    assert client.call("filesystem.Filesystem/Stat", path="/home/user/never")[1]["code"] == "not_found"
+
+
+def test_the_life_of_a_sandbox(client: Client) -> None:
+    box = f"/sandboxes/{client.box}"
+    client.run("echo kept > /dev/shm/mark")
+    assert client.api("POST", f"{box}/pause")[0] == 204
+    assert client.api("POST", f"{box}/pause")[0] == 409
+    assert client.daemon("GET", "/health")[0] == 502
+    status, body = client.api("POST", f"{box}/resume", {"timeout": 200, "autoPause": False})
+    assert status == 201 and body["sandboxID"] == client.box and body["envdAccessToken"] == client.token
+    assert client.run("cat /dev/shm/mark") == ("kept\n", 0)
+    assert client.api("POST", f"{box}/connect", {"timeout": 100})[0] == 200
+    assert client.api("POST", f"{box}/timeout", {"timeout": 120})[0] == 204
+    assert client.api("POST", f"{box}/refreshes", {"duration": 60})[0] == 204
+    status, detail = client.api("GET", box)
+    needed = (
+        "templateID",
+        "sandboxID",
+        "clientID",
+        "startedAt",
+        "endAt",
+        "envdVersion",
+        "cpuCount",
+        "memoryMB",
+        "state",
+    )
+    assert status == 200 and all(key in detail for key in needed) and detail["state"] == "running"
+    for path in ("/sandboxes?metadata=who%3Dold", "/v2/sandboxes?metadata=who%3Dold&state=running&limit=10"):
+        assert [one["sandboxID"] for one in client.api("GET", path)[1]] == [client.box]
+    (usage,) = client.api("GET", f"{box}/metrics")[1]
+    assert usage["memTotal"] > usage["memUsed"] > 0 and usage["diskTotal"] > 0
+
+
+def test_the_document_names_every_route(client: Client, runtime: Runtime) -> None:
+    status, document = client.api("GET", "/openapi.json")
+    assert status == 200 and document["openapi"] == "3.1.0"
+    routes = Server(runtime, Keys.load(runtime.home, KEY)).app().router.routes()
+    served_by = {(r.resource.canonical, r.method.lower()) for r in routes if r.resource and r.method != "HEAD"}
+    assert {(path, method) for path, found in document["paths"].items() for method in found} == served_by
+    fork = document["paths"]["/sandboxes/{id}/fork"]["post"]
+    assert set(fork["requestBody"]["content"]["application/json"]["schema"]["properties"]) == {"count", "timeout"}
+    assert [p["name"] for p in fork["parameters"]] == ["id"]
+
+
+def test_it_is_gone_in_the_words_the_sdk_looks_for(client: Client) -> None:
+    assert client.api("DELETE", f"/sandboxes/{client.box}")[0] == 204
+    assert client.api("DELETE", f"/sandboxes/{client.box}")[0] == 404
+    assert client.api("GET", f"/sandboxes/{client.box}")[0] == 404
+    status, body = client.daemon("GET", "/health")
+    assert status == 502 and "was not found" in json.loads(body)["message"]
