@@ -80,6 +80,11 @@ def check_layer() -> None:
         equal(case, size, tokens=max(tokens), **options)
 
 
+def check_half_precision() -> None:
+    """Every host rounds its sum once, the token's own too."""
+    equal(layer(17, 4, 2, 4, [6, 5, 0, 7], torch.float16), 4, tokens=7)
+
+
 def check_many_blocks() -> None:
     """More entries than one block of the counting and addressing kernels holds."""
     equal(layer(7, 2, 3, 3, [90, 70], torch.float32), 2, tokens=90)

@@ -18,7 +18,9 @@ def test_near_the_equation() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["check_layer", "check_many_blocks", "check_two_layers", "check_barriers"])
+@pytest.mark.parametrize(
+    "check", ["check_layer", "check_half_precision", "check_many_blocks", "check_two_layers", "check_barriers"]
+)
 def test_equals_the_collectives_bit_for_bit(check: str) -> None:
     assert script("symmetric_cases.py", check, interpret=True) == "ok"
 
