@@ -5,7 +5,7 @@
 
 All transposed, so that every left operand is the previous accumulator, straight from registers. vᵀ starts the
 accumulator of D. The output of a chunk leaves while the first products of the next one run; in the same moment the
-buffers of the chunk before are handed back (`free`). `early` holds what a chunk needs at once, `late` what it needs
+buffers of the chunk before are handed back (`free`, two in turn: one could turn twice before it is looked at). `early` holds what a chunk needs at once, `late` what it needs
 after its first product: rings of three and of two, which is what 227 KB hold.
 
 Tables and SCAN as in `triton_forward`. C = 64 tokens; a program owns BV value columns of one head of one run.
@@ -70,7 +70,7 @@ def bring(rows, squares, decays, values, buffers, signals, chunks, pieces, runs,
     count += (gl.load(pieces + 4 * last - 3, mask=some, other=0) + 63) // 64
     for step in range(-2, count):
         if step >= 0:
-            mbarrier.wait(free, step & 1)
+            mbarrier.wait(free.index(step & 1), (step >> 1) & 1)
         if step + 2 < count:
             stage, half = (step + 2) % 3, step & 1
             at = (chunk + step + 2) * HV + head
@@ -147,7 +147,7 @@ def walk(
             if FULL:
                 room.permute((1, 0)).store(out)
             gl.thread_barrier()
-            mbarrier.arrive(free, count=1)
+            mbarrier.arrive(free.index(half), count=1)
             if FULL:
                 acc = warpgroup_mma_init(gl.zeros((BV, C), gl.float32, acc_c))
                 acc = warpgroup_mma(Sw, qd.index(stage).permute((1, 0)), acc, use_acc=False, is_async=True)
@@ -213,12 +213,12 @@ def chain_kernel(
         room = gl.allocate_shared_memory(bf16, [C, BV], tile(16))
     early = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     late = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(3):
         mbarrier.init(early.index(s), count=1)
     for s in gl.static_range(2):
         mbarrier.init(late.index(s), count=1)
-    mbarrier.init(free, count=1)
+        mbarrier.init(free.index(s), count=1)
     fence_async_shared()
     buffers, signals = (kd, qd, kr, p, aqk, vs, ds), (early, late, free)
     gl.warp_specialize(
