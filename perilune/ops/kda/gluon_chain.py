@@ -5,8 +5,9 @@
 
 All transposed, so that every left operand is the previous accumulator, straight from registers. vᵀ starts the
 accumulator of D. The output of a chunk leaves while the first products of the next one run; in the same moment the
-buffers of the chunk before are handed back (`free`, two in turn: one could turn twice before it is looked at). `early` holds what a chunk needs at once, `late` what it needs
-after its first product: rings of three and of two, which is what 227 KB hold.
+buffers of the chunk before are handed back (`free`, two in turn, since one could turn twice before it is looked at).
+`early` holds what a chunk needs at once, `late` what it needs after its first product: rings of three and of two, which
+is what 227 KB hold.
 
 Tables and SCAN as in `triton_forward`. C = 64 tokens; a program owns BV value columns of one head of one run.
 """

@@ -1,11 +1,14 @@
+# ruff: noqa: ARG001, ARG002, ARG005  (the arguments are Gluon's)
 """Runs the Gluon kernels' own source on a CPU: layouts mean nothing, partitions are threads, copies land at once.
 
-Gluon has no interpreter, so this is one, for what our kernels use: `Kernel(module.kernel)[grid](*arguments)`. 16-bit
-numbers are kept in fp32, so that errors of algebra and indexing stand out at 1e-6. What it finds: wrong equations and
-offsets, reads of what nothing wrote (NaN) or beyond a tensor, masks, phases of barriers, byte counts, deadlocks, buffers
-handed back too early (a copy overwrites at once). What it cannot: layouts, fences, barriers between warps, registers.
+Gluon has no interpreter, so this is one, for what our kernels use: `Kernel(module.kernel)[grid](*arguments)`. Numbers
+of 16 bits and TF32 are kept in fp32, so that errors of algebra and indexing stand out at 1e-6. What it finds: wrong
+equations and offsets, reads of what nothing wrote (NaN) or beyond a tensor, masks, phases of barriers, byte counts,
+deadlocks, buffers handed back too early (a copy overwrites at once). What it cannot: layouts, fences, barriers between
+warps, registers.
 """
 
+import ctypes
 import functools
 import inspect
 import math
@@ -171,7 +174,10 @@ def tile_of(descriptor: Any, coordinates: list[Any]) -> tuple[Tensor, tuple[slic
     """A tensor descriptor's memory as a matrix and what of the tile lies inside it."""
     start = [int(raw(c)) for c in coordinates]
     assert min(start) >= 0, start
-    matrix = torch.as_strided(descriptor.base.detach(), descriptor.shape, descriptor.strides)
+    (rows, columns), (stride, _) = descriptor.shape, descriptor.strides
+    size = ((rows - 1) * stride + columns) * descriptor.base.dtype.itemsize
+    memory = (ctypes.c_char * size).from_address(descriptor.base.data_ptr())
+    matrix = torch.frombuffer(memory, dtype=descriptor.base.dtype).as_strided((rows, columns), (stride, 1))
     ends = [min(s + n, m) for s, n, m in zip(start, descriptor.block_shape, descriptor.shape)]
     return matrix, tuple(slice(s, max(s, e)) for s, e in zip(start, ends))
 
@@ -211,10 +217,8 @@ def async_copy(room: Room, pointer: Pointer, mask: Any = None) -> None:
     room.t.copy_(load(pointer, True if mask is None else mask).x)
 
 
-def product(a: Any, b: Any, acc: Value, use_acc: bool = True, input_precision: str = "", **_: Any) -> Value:
+def product(a: Any, b: Any, acc: Value, use_acc: bool = True, **_: Any) -> Value:
     a, b = (y.t if isinstance(y, Room) else y.x for y in (a, b))
-    if input_precision == "tf32":
-        a, b = ((y.view(torch.int32) & ~8191).view(torch.float32) for y in (a, b))
     return Value(a.float() @ b.float() + (acc.x if use_acc else 0.0))
 
 
@@ -332,6 +336,8 @@ def names(module: types.ModuleType) -> dict[str, Any]:
     for name, x in vars(module).items():
         if id(x) in STANDS_FOR:
             found[name] = STANDS_FOR[id(x)]
+        elif name == "tf32":
+            found[name] = lambda x: x
         elif isinstance(x, Kernel):
             found[name] = Later(x.kernel)
         elif isinstance(x, JITFunction):

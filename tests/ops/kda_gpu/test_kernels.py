@@ -27,6 +27,17 @@ def test_against_fp64_in_the_interpreter(name: str) -> None:
     assert float(script("interpreted.py", name, interpret=True).split()[1]) < 2e-5
 
 
+@pytest.mark.parametrize("name", ["packed", "tokens"])
+def test_gluon_kernels_against_fp64(name: str) -> None:
+    assert float(script("emulated.py", name, interpret=True).split()[1]) < 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bounded", "wide", "steps"])
+def test_more_gluon_kernels_against_fp64(name: str) -> None:
+    assert float(script("emulated.py", name, interpret=True).split()[1]) < 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bounded", "softplus", "segments", "panels", "batch", "by_head", "operator"])
 def test_more_against_fp64_in_the_interpreter(name: str) -> None:
