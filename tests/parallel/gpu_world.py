@@ -13,6 +13,7 @@ from parallel.moe import Layer, Result, alone, layer, together
 from perilune.parallel.exchange import Exchange
 from perilune.parallel.fabric import Collective, FabricError, Swap
 from perilune.parallel.planner import plan
+from perilune.parallel.products_triton import lent_gradients, lent_product
 from perilune.parallel.symmetric import Symmetric
 
 
@@ -45,6 +46,29 @@ def check_planner_kernel(_: Collective) -> None:
         want, got = plan(counts), plan(counts.cuda())
         for name in ("assigned", "replicas", "rows", "quotas"):
             assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), f"seed {seed}: {name}"
+
+
+def check_borrowed_products(_: Collective) -> None:
+    """Whole and broken tiles, an idle slot between two used ones; rows and slots of others stay as they are."""
+    compare_borrowed(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
+
+
+def compare_borrowed(on: torch.device, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    new = lambda *shape: torch.randn(*shape, generator=g).to(on, dtype)  # noqa: E731
+    for D, F in ((256, 512), (72, 40)):
+        borders = [7, 300, 300, 301]
+        x, dy, weights = new(301, D), new(301, F), new(3, F, D)
+        out, grad = torch.full((301, F), 7.0, dtype=dtype, device=on), torch.full_like(weights, 7.0)
+        want_out, want_grad = out.clone(), grad.clone()
+        for b in (0, 2):
+            rows = slice(borders[b], borders[b + 1])
+            want_out[rows], want_grad[b] = x[rows] @ weights[b].mT, dy[rows].mT @ x[rows]
+        at = torch.tensor(borders, dtype=torch.int32, device=on)
+        lent_product(out, x, weights.mT, at)
+        lent_gradients(grad, dy, x, at)
+        for got, want in ((out, want_out), (grad, want_grad)):
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=0.2)
 
 
 def check_symmetric_equals_collectives_bit_for_bit(fabric: Collective) -> None:

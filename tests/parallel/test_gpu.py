@@ -9,6 +9,7 @@ from parallel.world import SHARED_GPU, outcome
 pytestmark = pytest.mark.gpu
 CHECKS = [
     "check_planner_kernel",
+    "check_borrowed_products",
     "check_symmetric_equals_collectives_bit_for_bit",
     "check_near_the_equation",
     "check_many_layers_in_a_row",
