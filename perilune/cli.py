@@ -159,6 +159,7 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; by default what the device likes.")] = None,
     prefix_cache: bool = True,
     cuda_graphs: Annotated[bool, typer.Option(help="Record decoding steps, on a GPU.")] = True,
+    packed_experts: Annotated[bool, typer.Option(help="On a GPU, MXFP4 experts stay packed in memory.")] = True,
     strict_vendor: Annotated[bool, typer.Option(help="Refuse sampling the hosted API fixes.")] = False,
     drain_seconds: Annotated[float, typer.Option(help="For running requests after SIGTERM.")] = 60.0,
 ) -> None:
@@ -176,7 +177,7 @@ def serve(
     dtype = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     if dtype not in floats:
         raise ValueError("--dtype is float32 or bfloat16.")
-    model, tokenizer = open_model(where, floats[dtype])
+    model, tokenizer = open_model(where, floats[dtype], packed=packed_experts and torch.cuda.is_available())
     sizes = EngineOptions(
         pool_tokens=pool_tokens,
         block_tokens=block_tokens,

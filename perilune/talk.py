@@ -16,12 +16,15 @@ from perilune.stages import find_weights
 from perilune.tokenizer import StreamDecoder, Tokenizer
 
 
-def open_model(where: Path, dtype: torch.dtype = torch.float32) -> tuple[K3, Tokenizer]:
-    """Model and tokenizer of a run, stage or checkpoint directory. Raises ConfigError where they do not fit."""
+def open_model(where: Path, dtype: torch.dtype = torch.float32, packed: bool = False) -> tuple[K3, Tokenizer]:
+    """Model and tokenizer of a run, stage or checkpoint directory. Raises ConfigError where they do not fit.
+
+    packed: MXFP4 experts stay packed in memory.
+    """
     weights = find_weights(where)
     tokenizer = Tokenizer.load(weights)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(weights, device=device, dtype=dtype)
+    model = load_model(weights, device=device, dtype=dtype, packed=packed)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ConfigError(
             f"The tokenizer in {weights} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}."

@@ -12,6 +12,8 @@ from perilune.config import ModelConfig
 from perilune.model.linear import Linear, beside, cast, project, settle
 from perilune.model.norm import RMSNorm
 from perilune.ops.experts import Activation, experts, gated_mlp
+from perilune.ops.mx import GROUP, pack_mxfp4
+from perilune.ops.packed import Packed, packed_experts
 from perilune.ops.router import Routing, route
 from perilune.ops.situ import packed_glu
 
@@ -86,6 +88,46 @@ class Experts(nn.Module):
         w13, w2 = cast(self.w13).to(z.dtype), cast(self.w2).to(z.dtype)  # under autocast the masters are fp32
         return experts(z, routing.idx, routing.weight, w13, w2, self.act)
 
+    def share(self, z: Tensor, idx: Tensor, weight: Tensor) -> Tensor:
+        """The same where some choices are E, somebody else's: they add nothing. No gradient."""
+        return experts(z, idx, weight, self.w13, self.w2, self.act, partial=True)
+
+
+class PackedExperts(nn.Module):
+    """The same in MXFP4, as released, 4.25 bits a weight in memory: for inference."""
+
+    w13_codes: Tensor
+    w13_scales: Tensor
+    w2_codes: Tensor
+    w2_scales: Tensor
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.act = experts.act
+        for name, weight in (("w13", experts.w13.detach()), ("w2", experts.w2.detach())):
+            e, rows, columns = weight.shape
+            if columns % GROUP:
+                raise ValueError(f"MXFP4 experts need widths that are multiples of {GROUP}, not {columns}.")
+            if weight.is_meta:
+                parts = [weight.new_empty(e, rows, columns // n, dtype=torch.uint8) for n in (2, GROUP)]
+            else:
+                each = [pack_mxfp4(matrix) for matrix in weight]  # one at a time: packing takes room
+                parts = [torch.stack(kind) for kind in zip(*each)]
+            for kind, part in zip(("codes", "scales"), parts):
+                self.register_buffer(f"{name}_{kind}", part)
+
+    @property
+    def _both(self) -> tuple[Packed, Packed]:
+        return Packed(self.w13_codes, self.w13_scales), Packed(self.w2_codes, self.w2_scales)
+
+    def forward(self, z: Tensor, routing: Routing) -> Tensor:
+        """As `Experts.forward`, without a gradient."""
+        return packed_experts(z, routing.idx, routing.weight, *self._both, self.act)
+
+    def share(self, z: Tensor, idx: Tensor, weight: Tensor) -> Tensor:
+        """As `Experts.share`."""
+        return packed_experts(z, idx, weight, *self._both, self.act, partial=True)
+
 
 class LatentMoE(nn.Module):
     """Stable LatentMoE; without a latent width the experts read the full stream and nothing is normalised."""
@@ -103,6 +145,10 @@ class LatentMoE(nn.Module):
         if self.normed:
             self.routed_expert_norm = RMSNorm(c.expert_width, c.rms_norm_eps)
         self.shared_experts = MLP(c, c.shared_width) if c.num_shared_experts else None
+
+    def pack(self) -> None:
+        if isinstance(self.experts, Experts):
+            self.experts = PackedExperts(self.experts)  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """x [T, hidden] -> ([T, hidden], how it was routed, detached)."""

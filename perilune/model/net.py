@@ -198,6 +198,14 @@ class K3(nn.Module):
         return self.lm_head(hidden if which == "all" else hidden[layout.last])
 
     @torch.no_grad()
+    def pack_experts(self) -> "K3":
+        """Round the routed experts to MXFP4 and keep them packed, in place: for inference."""
+        for module in self.modules():
+            if isinstance(module, LatentMoE):
+                module.pack()
+        return self
+
+    @torch.no_grad()
     def settle(self) -> "K3":
         """Move weights that read the same input beside each other, in place, for inference: fewer products a step."""
         for module in self.modules():

@@ -42,11 +42,22 @@ def is_vision(row: Row) -> bool:
     return row.part in ("vision", "projector")
 
 
-def load_model(directory: Path, *, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu") -> K3:
-    """The model of a checkpoint directory, ready to run. `dtype` None keeps each parameter as stored."""
+def load_model(
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = torch.float32,
+    device: torch.device | str = "cpu",
+    packed: bool = False,
+) -> K3:
+    """The model of a checkpoint directory, ready to run. `dtype` None keeps each parameter as stored.
+
+    packed: routed experts that are stored in MXFP4 stay so in memory; such a model runs, but is not trained or saved.
+    """
     config, _ = read_config(Path(directory))
     with torch.device("meta"):
         model = K3(config)
+    if packed and config.expert_format == "mxfp4":
+        model.pack_experts()
     model.to_empty(device=device)
     if config.tie_word_embeddings:  # to_empty makes one parameter two, and no file fills the second
         model.lm_head.weight = model.embed_tokens.weight
@@ -59,7 +70,7 @@ def load_model(directory: Path, *, dtype: torch.dtype | None = torch.float32, de
 def cast(model: K3, dtype: torch.dtype) -> None:
     """Parameters to `dtype`, except the fp32 set, which is never narrowed."""
     for name, p in (*model.named_parameters(), *model.named_buffers()):
-        if not (is_fp32(name) and dtype.itemsize < 4):
+        if p.is_floating_point() and not (is_fp32(name) and dtype.itemsize < 4):
             p.data = p.data.to(dtype)
 
 
@@ -140,8 +151,12 @@ def _part(stack: Tensor, name: str) -> Tensor:
 
 
 def _fill(targets: dict[str, Any], config: ModelConfig, name: str, stored: Stored, waiting: dict[str, Any]) -> None:
-    target = targets[ours(name, config)].data
     expert = _EXPERT.search(name)
+    if expert is not None and f"{ours(name, config)}_codes" in targets:
+        kind = "codes" if expert[3] == "weight_packed" else "scales"
+        _part(targets[f"{ours(name, config)}_{kind}"], name).copy_(stored.read())
+        return
+    target = targets[ours(name, config)].data
     if expert is None:
         value = stored.read()
         target.copy_(_heads(value, target, stored.name) if name.endswith("A_log") else value.view(target.shape))

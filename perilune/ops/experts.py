@@ -34,6 +34,7 @@ from perilune.ops.situ import (
 FEW = 8  # rows an expert, on average, up to which the bytes of the weights are what a step costs
 
 _FEW_TOKENS = 16  # of a gated MLP, one tile
+_ORDERED = 4096  # rows up to which counting, which compares each with each, beats sorting
 
 
 class Activation(NamedTuple):
@@ -93,16 +94,20 @@ def experts(
     down: Tensor,
     activation: Activation | None = None,
     *,
+    partial: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """Σ_i weight[t,i] · E_{idx[t,i]}(z_t), summed in fp32.
 
     z [T,L] in the dtype of the expert weights, idx [T,k] int64, weight [T,k] fp32 -> [T,L] in z's dtype.
+    partial: choices of E, one past the last expert, are somebody else's and add nothing; without a gradient.
     """
     _check(z, idx, weight, gate_up, down)
+    if not torch.is_grad_enabled() and idx.numel() <= FEW * gate_up.shape[0] and fused("experts", impl, z):
+        return _few(z, idx, weight, gate_up, down, activation or Activation(), partial)
+    if partial:
+        return _share(z, idx, weight, gate_up, down, activation)
     if fused("experts", impl, z):
-        if not torch.is_grad_enabled() and idx.numel() <= FEW * gate_up.shape[0]:
-            return _few(z, idx, weight, gate_up, down, activation or Activation())
         return _Fused.apply(z, idx, weight, gate_up, down, activation or Activation())
     order = order_rows(idx, gate_up.shape[0])
     rows = _Spread.apply(z, order.source, order.place, idx.shape[1])
@@ -111,13 +116,38 @@ def experts(
     return _Gather.apply(y, order.source, order.place, idx.shape[1])
 
 
-def _few(z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, act: Activation) -> Tensor:
-    few, k = kernels("few_triton"), idx.shape[1]
-    source, place, ends, expert = few.order(idx, len(gate_up))
-    both = gate_up.contiguous(), down.contiguous()
-    y = few.rows(rows_of(z), source, expert, ends, weight.reshape(-1), *both, k, *act.rules)
-    out: Tensor = kernels("experts_triton").combine(y, place, k)
+def _few(
+    z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, act: Activation, partial: bool
+) -> Tensor:
+    order, expert = order_few(idx, len(gate_up))
+    both, k = (gate_up.contiguous(), down.contiguous()), idx.shape[1]
+    y = kernels("few_triton").rows(
+        rows_of(z), order.source, expert, order.ends, weight.reshape(-1), *both, k, partial, *act.rules
+    )
+    out: Tensor = kernels("experts_triton").combine(y, order.place, k)
     return out
+
+
+def order_few(idx: Tensor, experts: int) -> tuple[Order, Tensor]:
+    """`order_rows` and the expert of each sorted row, on a GPU, in one launch where the rows are few."""
+    if idx.numel() > _ORDERED:
+        order = order_rows(idx, experts)
+        return order, idx.flatten()[order.source]
+    source, place, ends, expert = kernels("few_triton").order(idx, experts)
+    return Order(source, place, ends), expert
+
+
+@torch.no_grad()
+def _share(
+    z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: Activation | None
+) -> Tensor:
+    """The rows of these experts alone, found on the host."""
+    token, slot = (idx < len(gate_up)).nonzero(as_tuple=True)
+    u = torch.zeros(z.shape, dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
+    if len(token):
+        chosen = idx[token, slot].unsqueeze(1), weight[token, slot].unsqueeze(1)
+        u.index_add_(0, token, experts(z[token], *chosen, gate_up, down, activation).to(u.dtype))
+    return u.to(z.dtype)
 
 
 @torch.no_grad()

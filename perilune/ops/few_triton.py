@@ -40,7 +40,7 @@ def order_kernel(idx, source, place, expert, ends, R, E, row_blocks, BR: tl.cons
 
 
 @triton.jit
-def span(expert, ends, rows, MODE: tl.constexpr, BM: tl.constexpr):
+def span(expert, ends, rows, E, MODE: tl.constexpr, BM: tl.constexpr):
     """(expert, first row, end of its rows) of a program; an empty span has no work."""
     i = tl.program_id(0)
     mine, first, last = i, i * BM, rows
@@ -49,7 +49,8 @@ def span(expert, ends, rows, MODE: tl.constexpr, BM: tl.constexpr):
     if MODE == BY_ROW:
         mine, first = tl.load(expert + i), i
         before = tl.load(expert + tl.maximum(i - 1, 0))
-        last = tl.where((i > 0) & (before == mine), i, tl.load(ends + mine))
+        idle = ((i > 0) & (before == mine)) | (mine >= E)  # an earlier program's, or nobody's
+        last = tl.where(idle, i, tl.load(ends + tl.minimum(mine, E - 1)))
     if MODE == BY_EXPERT:
         first = tl.where(i > 0, tl.load(ends + tl.maximum(i - 1, 0)), 0)
         last = tl.load(ends + i)
@@ -58,11 +59,11 @@ def span(expert, ends, rows, MODE: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def gate_up_kernel(
-    z, source, expert, ends, weight, w, a, rows, z_row, k, beta, linear_beta,
+    z, source, expert, ends, weight, w, a, rows, E, z_row, k, beta, linear_beta,
     N: tl.constexpr, L: tl.constexpr, KIND: tl.constexpr, MODE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    mine, first, last = span(expert, ends, rows, MODE, BM)
+    mine, first, last = span(expert, ends, rows, E, MODE, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     gate = w + mine * (2 * N * L) + n[:, None] * L
     for begin in range(first, last, BM):
@@ -91,10 +92,10 @@ def gate_up_kernel(
 
 @triton.jit
 def down_kernel(
-    a, expert, ends, w, y, rows,
+    a, expert, ends, w, y, rows, E,
     N: tl.constexpr, L: tl.constexpr, MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    mine, first, last = span(expert, ends, rows, MODE, BM)
+    mine, first, last = span(expert, ends, rows, E, MODE, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     down = w + mine * (L * N) + n[:, None] * N
     for begin in range(first, last, BM):
@@ -111,7 +112,7 @@ def down_kernel(
 
 def order(idx: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`ops.experts.Order` of idx [T,k] in one launch, and each sorted row's expert [R] int32."""
-    R = idx.numel()
+    R, idx = idx.numel(), idx.contiguous()
     source, place = (torch.empty(R, dtype=torch.int64, device=idx.device) for _ in "sp")
     expert = torch.empty(R, dtype=torch.int32, device=idx.device)
     ends = torch.empty(experts, dtype=torch.int32, device=idx.device)
@@ -131,20 +132,23 @@ def tile(outputs: int, programs: int, itemsize: int) -> dict[str, int]:
 
 def rows(
     z: Tensor, source: Tensor, expert: Tensor, ends: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, k: int,
-    beta: float, linear_beta: float, kind: int,
+    partial: bool, beta: float, linear_beta: float, kind: int,
 ) -> Tensor:  # fmt: skip
-    """Weighted outputs [R,L] of rows in `order`; z [T,L], weight [R] by choice, gate_up [E,2I,L], down [E,L,I]."""
+    """Weighted outputs [R,L] of rows in `order`; z [T,L], weight [R] by choice, gate_up [E,2I,L], down [E,L,I].
+
+    partial: there are rows of expert E, which is none; they are zero.
+    """
     R, (E, L, N) = len(source), down.shape
     mode = BY_ROW if R <= E else BY_EXPERT
-    a, y = z.new_empty(R, N), z.new_empty(R, L)
+    a, y = z.new_empty(R, N), (z.new_zeros if partial else z.new_empty)(R, L)
     count = min(R, E)
     shape = tile(N, count, z.element_size())
     gate_up_kernel[count, triton.cdiv(N, shape["BN"])](
-        z, source, expert, ends, weight, gate_up, a, R, z.stride(0), k, beta, linear_beta,
+        z, source, expert, ends, weight, gate_up, a, R, E, z.stride(0), k, beta, linear_beta,
         N=N, L=L, KIND=kind, MODE=mode.value, **shape,
     )  # fmt: skip
     shape = tile(L, count, z.element_size())
-    down_kernel[count, triton.cdiv(L, shape["BN"])](a, expert, ends, down, y, R, N=N, L=L, MODE=mode.value, **shape)
+    down_kernel[count, triton.cdiv(L, shape["BN"])](a, expert, ends, down, y, R, E, N=N, L=L, MODE=mode.value, **shape)
     return y
 
 
@@ -154,25 +158,11 @@ def mlp(x: Tensor, gate_up: Tensor, down: Tensor, beta: float, linear_beta: floa
     a, y = x.new_empty(T, inner), x.new_empty(T, L)
     shape = tile(inner, 1, x.element_size())
     blocks = triton.cdiv(T, shape["BM"])
+    unused = (x,) * 4  # what only experts have
+    rule = {"N": inner, "L": N, "KIND": kind, "MODE": DENSE.value} | shape
     gate_up_kernel[blocks, triton.cdiv(inner, shape["BN"])](
-        x,
-        x,
-        x,
-        x,
-        x,
-        gate_up,
-        a,
-        T,
-        x.stride(0),
-        1,
-        beta,
-        linear_beta,
-        N=inner,
-        L=N,
-        KIND=kind,
-        MODE=DENSE.value,
-        **shape,
+        x, *unused, gate_up, a, T, 1, x.stride(0), 1, beta, linear_beta, **rule
     )
     shape = tile(L, 1, x.element_size())
-    down_kernel[blocks, triton.cdiv(L, shape["BN"])](a, x, x, down, y, T, N=inner, L=L, MODE=DENSE.value, **shape)
+    down_kernel[blocks, triton.cdiv(L, shape["BN"])](a, x, x, down, y, T, 1, N=inner, L=L, MODE=DENSE.value, **shape)
     return y

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.dispatch import fused, kernels
-from perilune.ops.experts import Activation, experts, experts_reference, order_rows
+from perilune.ops.experts import Activation, experts, experts_reference, order_few
 from perilune.ops.mx import GROUP, unpack_mxfp4
 
 
@@ -36,21 +36,23 @@ def packed_experts(
     down: Packed,
     activation: Activation | None = None,
     *,
+    partial: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """z [T,L], idx [T,k] int64, weight [T,k] fp32, gate_up [E,2I,L] and down [E,L,I] packed -> [T,L] in z's dtype.
 
+    partial: as in `experts`.
     Raises ValueError naming the argument that does not fit.
     """
     _check(z, idx, weight, gate_up, down)
     act = activation or Activation()
     if not fused("packed_experts", impl, z):
-        return experts(z, idx, weight, gate_up.unpack(z.dtype), down.unpack(z.dtype), act, impl="eager")
-    order, k = order_rows(idx, len(gate_up.codes)), idx.shape[1]
-    expert = idx.flatten()[order.source]
+        both_wide = gate_up.unpack(z.dtype), down.unpack(z.dtype)
+        return experts(z, idx, weight, *both_wide, act, partial=partial, impl="eager")
+    (order, expert), k = order_few(idx, len(gate_up.codes)), idx.shape[1]
     both = tuple(x.contiguous() for x in gate_up), tuple(x.contiguous() for x in down)
     y = kernels("packed_triton").rows(
-        z.contiguous(), order.source, expert, order.ends, weight.reshape(-1), *both, k, *act.rules
+        z.contiguous(), order.source, expert, order.ends, weight.reshape(-1), *both, k, partial, *act.rules
     )
     out: Tensor = kernels("experts_triton").combine(y, order.place, k)
     return out

@@ -49,12 +49,14 @@ def product(x, row, fits, packed, scale, n, N, K: tl.constexpr, BM: tl.constexpr
 
 @triton.jit
 def gate_up_kernel(
-    z, source, expert, ends, weight, packed, scale, a, k, beta, linear_beta,
+    z, source, expert, ends, weight, packed, scale, a, E, k, beta, linear_beta,
     N: tl.constexpr, L: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     mine = tl.load(expert + first).to(tl.int64)
     if first > 0 and tl.load(expert + first - 1).to(tl.int64) == mine:
+        return
+    if mine >= E:  # nobody's rows
         return
     last = tl.load(ends + mine)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -76,12 +78,14 @@ def gate_up_kernel(
 
 @triton.jit
 def down_kernel(
-    a, expert, ends, packed, scale, y,
+    a, expert, ends, packed, scale, y, E,
     N: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     mine = tl.load(expert + first).to(tl.int64)
     if first > 0 and tl.load(expert + first - 1).to(tl.int64) == mine:
+        return
+    if mine >= E:  # nobody's rows
         return
     last = tl.load(ends + mine)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -96,15 +100,15 @@ def down_kernel(
 
 def rows(
     z: Tensor, source: Tensor, expert: Tensor, ends: Tensor, weight: Tensor, gate_up: tuple[Tensor, Tensor],
-    down: tuple[Tensor, Tensor], k: int, beta: float, linear_beta: float, kind: int,
+    down: tuple[Tensor, Tensor], k: int, partial: bool, beta: float, linear_beta: float, kind: int,
 ) -> Tensor:  # fmt: skip
     """Weighted expert outputs [R,L] of the sorted rows; z [T,L] contiguous, expert [R] each sorted row's expert."""
     R, L = len(source), z.shape[1]
-    N = gate_up[0].shape[1] // 2
-    a, y = z.new_empty(R, N), z.new_empty(R, L)
+    E, N = len(ends), gate_up[0].shape[1] // 2
+    a, y = z.new_empty(R, N), (z.new_zeros if partial else z.new_empty)(R, L)
     tile = {"BM": 16, "BN": _BN, "BK": _BK}
     gate_up_kernel[R, triton.cdiv(N, _BN)](
-        z, source, expert, ends, weight, *gate_up, a, k, beta, linear_beta, N=N, L=L, KIND=kind, **tile
+        z, source, expert, ends, weight, *gate_up, a, E, k, beta, linear_beta, N=N, L=L, KIND=kind, **tile
     )
-    down_kernel[R, triton.cdiv(L, _BN)](a, expert, ends, *down, y, N=N, L=L, **tile)
+    down_kernel[R, triton.cdiv(L, _BN)](a, expert, ends, *down, y, E, N=N, L=L, **tile)
     return y

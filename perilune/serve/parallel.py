@@ -4,7 +4,7 @@
 
 Each rank runs the same engine on its share of the model: same requests, same schedule, same pages; its KDA pages hold
 its heads. The leader decides what is asked and what is sampled, the others follow. A `State` that goes in is split by
-heads, one that comes out is joined, so it moves between engines of any widths.
+heads, one that comes out is joined, so it moves between engines of any widths. Packed experts stay packed.
 """
 
 import secrets
@@ -20,9 +20,8 @@ from perilune.model.cache import State
 from perilune.model.kda import KDA
 from perilune.model.linear import Linear
 from perilune.model.mla import MLA
-from perilune.model.moe import MLP, Experts, LatentMoE
+from perilune.model.moe import MLP, Experts, LatentMoE, PackedExperts
 from perilune.model.net import K3
-from perilune.ops.experts import experts
 from perilune.ops.router import Routing
 from perilune.serve.engine import Engine
 from perilune.serve.request import Delta, EngineOptions, Finish, Request, Stats
@@ -58,7 +57,7 @@ def shard(model: K3, group: dist.ProcessGroup | None = None) -> K3:
             cut.rows(module, "gate_proj", "up_proj")
             cut.columns(module, "down_proj")
         elif isinstance(module, LatentMoE):
-            module.experts = _OwnExperts(module.experts, cut)
+            module.experts = _OwnExperts(module.experts, cut)  # type: ignore[assignment, arg-type]
     model.config = local
     return model
 
@@ -95,24 +94,29 @@ class _Summed(Linear):
         return y
 
 
-class _OwnExperts(Experts):
-    """This rank's experts; choices of others' are left to them."""
+class _OwnExperts(nn.Module):
+    """This rank's experts; choices of others' are left to them, without the host's looking where rows are few."""
 
-    def __init__(self, whole: Experts, cut: _Cut) -> None:
-        nn.Module.__init__(self)
-        self.w13, self.w2, self.act, self.group = cut.part(whole.w13), cut.part(whole.w2), whole.act, cut.group
-        self.first = cut.rank * len(self.w13)
+    def __init__(self, whole: Experts | PackedExperts, cut: _Cut) -> None:
+        super().__init__()
+        for name, x in (*whole.named_parameters(), *whole.named_buffers()):
+            share = x.detach().chunk(cut.size)[cut.rank].clone()
+            if isinstance(x, nn.Parameter):
+                setattr(whole, name, nn.Parameter(share, requires_grad=False))
+            else:
+                whole.register_buffer(name, share)
+        self.mine, self.group = whole, cut.group
+        self.count = len(next(iter(whole.state_dict().values())))
+        self.first = cut.rank * self.count
 
     def forward(self, z: Tensor, routing: Routing) -> Tensor:
         """z [T, width] -> the sum over all ranks' experts, in fp32 until it is complete."""
         local = routing.idx - self.first
-        token, slot = ((local >= 0) & (local < len(self.w13))).nonzero(as_tuple=True)
-        u = torch.zeros(z.shape, dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
-        if len(token):
-            chosen = local[token, slot].unsqueeze(1), routing.weight[token, slot].unsqueeze(1)
-            u.index_add_(0, token, experts(z[token], *chosen, self.w13, self.w2, self.act).to(u.dtype))
-        dist.all_reduce(u, group=self.group)
-        return u.to(z.dtype)
+        own = (local >= 0) & (local < self.count)
+        u = self.mine.share(z, torch.where(own, local, self.count), routing.weight)
+        wide = u.to(torch.promote_types(z.dtype, torch.float32))
+        dist.all_reduce(wide, group=self.group)
+        return wide.to(z.dtype)
 
 
 class Ranks:

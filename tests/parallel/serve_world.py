@@ -73,3 +73,12 @@ def check_a_state_moves_between_widths(_: object) -> None:
         more += back.step()
     assert more[-1].usage.cached_tokens == state.length == len(ids) - 1
     assert_says(make(), ids, more)
+
+
+def check_packed_experts_divide_too(_: object) -> None:
+    """Experts in MXFP4 on two ranks say what all of them say on one."""
+    wide = {"moe_intermediate_size": 64, "routed_expert_hidden_size": 32}
+    ids = prompt(30)
+    said = answers(Ranks(make(**wide).pack_experts(), OPTIONS), [Request("a", ids, greedy(6))])
+    if said:
+        assert_says(make(**wide).pack_experts(), ids, said["a"])

@@ -238,6 +238,14 @@ def few() -> float:
             assert idx.numel() <= FEW * E
             got = experts(z, idx, p, gate_up, down, act, impl="fused")
         found.append(error(got, experts_reference(z.double(), idx, p.double(), gate_up.double(), down.double(), act)))
+        some = torch.where(idx > 1, idx - 2, E - 2)  # the first two experts are somebody else's
+        with torch.no_grad():
+            got = experts(z, some, p, gate_up[2:], down[2:], act, impl="fused", partial=True)
+            plain = experts(z.double(), some, p.double(), gate_up[2:].double(), down[2:].double(), act, partial=True)
+        kept = p.double() * (idx > 1)
+        want = experts_reference(z.double(), idx, kept, gate_up.double(), down.double(), act)
+        assert error(plain, want) < 1e-6 or not want.any()
+        found.append(error(got, want) if want.any() else float(got.abs().max()))
         made, want = few_triton.order(idx, E), order_rows(idx, E)
         assert all(torch.equal(a, b) for a, b in zip(made, want)) and torch.equal(made[3], idx.flatten()[want.source])
         wide = low(draw(L + 8, inner))
@@ -260,7 +268,12 @@ def packed() -> float:
         p = draw(T, k).abs().to(DEVICE, torch.float32)
         for impl in ("fused", "eager"):
             got = packed_experts(z, idx, p, gate_up, down, act, impl=impl)
-            found.append(error(got, packed_experts_reference(z.double(), idx, p.double(), gate_up, down, act)))
+            want = packed_experts_reference(z.double(), idx, p.double(), gate_up, down, act)
+            found.append(error(got, want))
+            part = Packed(*(x[1:] for x in gate_up)), Packed(*(x[1:] for x in down))
+            rest = packed_experts(z, torch.where(idx > 0, idx - 1, E - 1), p, *part, act, impl=impl, partial=True)
+            first = packed_experts_reference(z.double(), idx, p.double() * (idx == 0), gate_up, down, act)
+            found.append(error(rest.double() + first, want))
     broken = gate_up.scales.clone()
     broken[int(idx[0, 0]), 0, 0] = 255
     nan = packed_experts(z, idx, p, Packed(gate_up.codes, broken), down, impl="fused").isnan().any(1)
