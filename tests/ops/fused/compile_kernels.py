@@ -198,6 +198,8 @@ def router() -> None:
         more = tile | {"K": top, "RENORM": True}
         up = triton.next_power_of_2(top)
         build(f"select {top} of {experts}", router_triton.select_kernel, more | {"PARTS": 3, "KP": up})
+        one = more | {"BT": 1, "PARTS": 1, "KP": up}
+        build(f"select {top} of {experts}, a warp a token", router_triton.select_kernel, one, 1)
         build(f"select backward {top} of {experts}", router_triton.select_backward_kernel, more | {"SCORED": False})
 
 
