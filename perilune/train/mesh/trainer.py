@@ -227,7 +227,9 @@ class MeshTrainer(Trainer):
             self._resume()
             if first:
                 self._describe_run()
-                log.info("On a mesh no samples and looks are taken (inspect_every): nobody holds the whole model.")
+                log.warning(
+                    "On a mesh no samples and looks are taken (train.inspect_every): nobody holds the whole model."
+                )
             metrics = stack.enter_context(MetricsLog(self.directory, self.step, self.options.wandb)) if first else None
             line: Any = stack.enter_context(ProgressLine(self.options.steps, self.step) if first else nullcontext())
             while self.step < self.options.steps:
