@@ -209,6 +209,7 @@ def gradients(
             blank(gs, count, W)
             blank(qs, count, W)
             blank(ks, count, W)
+            fence_async_shared()  # before the copy engine writes there again
         inverse_norms(qs, norms.index(0), W)
         inverse_norms(ks, norms.index(1), W)
         rate = gl.minimum(gl.maximum(gl.exp(gl.load(A_log + head).to(gl.float32)), 1e-30), 1e37)
