@@ -43,8 +43,8 @@ def sums(seed: int, dtype: torch.dtype) -> None:
     assert torch.equal(sum_in_order(x, index), _sum_in_order(x, index))
 
 
-for seed in range(8):
+for seed in range(4):
     sums(seed, torch.float32 if seed % 2 else torch.float16)
-for seed in range(6):
+for seed in range(4):
     case(seed, torch.float32 if seed % 3 else torch.float16)
 print("ok")
