@@ -24,7 +24,8 @@ from perilune.sandbox.network import Slot
 from perilune.sandbox.snapshot import Snapshot, Store
 from perilune.sandbox.vmm.child import started_at
 from perilune.sandbox.vmm.driver import Plan, Shape
-from perilune.sandbox.vmm.qemu import Qemu, QemuMachine
+from perilune.sandbox.vmm.machine import QemuMachine
+from perilune.sandbox.vmm.qemu import Qemu
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from perilune.sandbox.limits import Group
 from perilune.sandbox.network import PLAN, Slot, acquire, wanted
 from perilune.sandbox.snapshot import Store
 from perilune.sandbox.vmm.driver import Shape
-from perilune.sandbox.vmm.qemu import QemuMachine
+from perilune.sandbox.vmm.machine import QemuMachine
 
 
 def new_layer(store: Store, below: Path) -> Path:

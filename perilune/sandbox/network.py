@@ -26,33 +26,13 @@ from typing import Any, TypeVar
 from perilune.sandbox.catalogue import Network
 from perilune.sandbox.egress import NameServer, Splicer
 from perilune.sandbox.errors import InvalidRequest, OutOfCapacity, SandboxError, SetupMissing
+from perilune.sandbox.firewall import GATEWAY, GUEST, HOST_RULES, HTTP, TLS, UPLINK, public, rules, split
 
 T = TypeVar("T")
-GUEST, GATEWAY = "169.254.77.2", "169.254.77.1"
 PLAN = f"{GUEST}/30 {GATEWAY} {GATEWAY}"
-PRIVATE = (
-    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
-    "192.168.0.0/16", "198.18.0.0/15", "224.0.0.0/4", "240.0.0.0/4",
-)  # fmt: skip
-_UPLINK = ipaddress.ip_network("10.213.0.0/16")  # between namespaces and host; /30 each
-_HTTP, _TLS = 18080, 18443
 _libc = ctypes.CDLL(None, use_errno=True)
-_most = _UPLINK.num_addresses // 4
+_most = UPLINK.num_addresses // 4
 _slots = threading.Lock()
-
-
-def split(entries: list[str]) -> tuple[list[str], list[str]]:
-    """(CIDRs, domains); InvalidRequest for what is neither."""
-    ranges, domains = [], []
-    for entry in entries:
-        try:
-            ranges.append(str(ipaddress.IPv4Network(entry, strict=False)))
-        except ValueError:
-            name = entry.removeprefix("*.")
-            if not name or not all(part and part.replace("-", "").isalnum() for part in name.split(".")):
-                raise InvalidRequest(f"{entry!r} is neither an IPv4 range nor a domain") from None
-            domains.append(entry.lower())
-    return ranges, domains
 
 
 def check(network: Network) -> None:
@@ -84,75 +64,6 @@ def _run(*command: str, text: str = "") -> str:
 
 def _read(*command: str) -> Any:
     return json.loads(_run(*command))
-
-
-def rules(network: Network) -> str:
-    """The namespace's nftables ruleset."""
-    allow, domains = split(network.allow)
-    deny, _ = split(network.deny)
-    accept = f"ip daddr {{ {', '.join(allow)} }} accept" if allow else ""
-    drop = f"ip daddr {{ {', '.join(deny)} }} drop" if deny else ""
-    aside = f"ip daddr != {{ {', '.join(allow)} }}" if allow else ""
-    divert = ""
-    if domains:
-        divert = (
-            f'iifname "tap0" {aside} tcp dport 80 redirect to :{_HTTP}\n'
-            f'iifname "tap0" {aside} tcp dport 443 redirect to :{_TLS}'
-        )
-    return f"""
-flush ruleset
-table ip perilune {{
-  chain forward {{
-    type filter hook forward priority 0; policy drop;
-    ct state established,related accept
-    {accept}
-    {drop}
-    ip daddr {{ {", ".join(PRIVATE)} }} drop
-    {'iifname "tap0" oifname "wan0" accept' if network.internet else ""}
-  }}
-  chain input {{
-    type filter hook input priority 0; policy drop;
-    ct state established,related accept
-    iifname "tap0" ip daddr {GATEWAY} udp dport 53 accept
-    iifname "tap0" tcp dport {{ {_HTTP}, {_TLS} }} {"accept" if domains else "drop"}
-  }}
-  chain before {{
-    type nat hook prerouting priority -100;
-    {divert}
-  }}
-  chain after {{
-    type nat hook postrouting priority 100;
-    oifname "wan0" masquerade
-  }}
-}}
-"""
-
-
-# `reach` outlives the reload of the chains: which link may reach which address of the host itself.
-_HOST_RULES = f"""
-table ip perilune_host {{
-  set reach {{ type ifname . ipv4_addr; }}
-  chain input {{ type filter hook input priority -10; policy accept; }}
-  chain forward {{ type filter hook forward priority -10; policy accept; }}
-  chain after {{ type nat hook postrouting priority 100; policy accept; }}
-}}
-flush chain ip perilune_host input
-flush chain ip perilune_host forward
-flush chain ip perilune_host after
-table ip perilune_host {{
-  chain input {{
-    iifname "pl*" ct state established,related accept
-    iifname . ip daddr @reach accept
-    iifname "pl*" drop
-  }}
-  chain forward {{
-    iifname "pl*" oifname "pl*" drop
-  }}
-  chain after {{
-    ip saddr {_UPLINK} oifname != "pl*" masquerade
-  }}
-}}
-"""
 
 
 def within(namespace: str, work: Callable[[], T]) -> T:
@@ -206,11 +117,11 @@ class Slot:
 
     def open(self) -> int:
         """Build it; returns the tap's descriptor."""
-        base = int(_UPLINK.network_address) + 4 * self.index
+        base = int(UPLINK.network_address) + 4 * self.index
         host, inner = ipaddress.ip_address(base + 1), ipaddress.ip_address(base + 2)
         name, link = self.namespace, f"pl{self.index}"
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
-        _do("nft", "-f", "-", text=_HOST_RULES)
+        _do("nft", "-f", "-", text=HOST_RULES)
         _do("ip", "-batch", "-", text=f"""link add {link} type veth peer name wan0 netns {name}
 addr add {host}/30 dev {link}
 link set {link} up
@@ -231,7 +142,7 @@ route add default via {host}
         """Rules, name server and proxy."""
         self.apply(self.network)
         self._helpers.append(NameServer(within(self.namespace, lambda: _listen(socket.SOCK_DGRAM, 53))))
-        for port, secure in ((_HTTP, False), (_TLS, True)):
+        for port, secure in ((HTTP, False), (TLS, True)):
             listener = within(self.namespace, partial(_listen, socket.SOCK_STREAM, port))
             self._helpers.append(Splicer(listener, secure, self.permits))
 
@@ -276,12 +187,6 @@ def _listen(kind: socket.SocketKind, port: int) -> socket.socket:
     if kind == socket.SOCK_STREAM:
         listener.listen(64)
     return listener
-
-
-def public(address: str) -> bool:
-    """Not in any private range."""
-    found = ipaddress.ip_address(address)
-    return found.version == 4 and not any(found in ipaddress.ip_network(r) for r in PRIVATE)
 
 
 def prefix(home: str) -> str:

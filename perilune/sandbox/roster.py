@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 
-from perilune.sandbox.catalogue import Catalogue, Phase, Record
+from perilune.sandbox.catalogue import Catalogue, Network, Phase, Record
 from perilune.sandbox.checkpoint import Camera
 from perilune.sandbox.errors import Conflict, MachineLost, NotFound, SandboxError
 from perilune.sandbox.launcher import Launcher
 from perilune.sandbox.live import Live
+from perilune.sandbox.network import check as check_network
+from perilune.sandbox.request import ending
 from perilune.sandbox.snapshot import Snapshot, Store
 from perilune.sandbox.vmm.child import alive, started_at
 
@@ -113,6 +115,26 @@ class Roster:
         live = self.launcher.adopt(record)
         self.started(live)
         return live
+
+    def set_network(self, identity: str, network: Network) -> None:
+        """Replace what the sandbox may reach; at once when it runs."""
+        with self.lock(identity):
+            check_network(network)
+            record = self.record(identity)
+            live = self.lives.get(identity)
+            record.network = network
+            if live and live.slot:
+                live.slot.apply(network)
+            elif live:
+                live.identify(live.plug(self.store.home))
+            self.catalogue.put(record)
+
+    def set_timeout(self, identity: str, timeout: float | None) -> None:
+        """Seconds from now; None for ever."""
+        with self.lock(identity):
+            record = self.awake(identity).record
+            record.end = ending(timeout)
+            self.catalogue.put(record)
 
     def let_go(self) -> None:
         """Running sandboxes go on without this process."""

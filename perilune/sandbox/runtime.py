@@ -13,7 +13,7 @@ from pathlib import Path
 
 from perilune.sandbox import linger, setup
 from perilune.sandbox.agent.client import Agent
-from perilune.sandbox.catalogue import Catalogue, Network, Phase, Record
+from perilune.sandbox.catalogue import Catalogue, Phase, Record
 from perilune.sandbox.checkpoint import Camera
 from perilune.sandbox.diff import Stored
 from perilune.sandbox.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, SandboxError
@@ -21,7 +21,6 @@ from perilune.sandbox.files import remove
 from perilune.sandbox.guard import Guard
 from perilune.sandbox.launcher import Launcher
 from perilune.sandbox.live import Live
-from perilune.sandbox.network import check as check_network
 from perilune.sandbox.pool import Pool
 from perilune.sandbox.request import Request, ending, new_name, twin
 from perilune.sandbox.roster import Roster
@@ -207,26 +206,6 @@ class Runtime(Roster):
             if timeout is None or (live.record.end is not None and live.record.end < time.time() + timeout):
                 self.set_timeout(identity, timeout)
             return live.record, False
-
-    def set_network(self, identity: str, network: Network) -> None:
-        """Replace what the sandbox may reach; at once when it runs."""
-        with self.lock(identity):
-            check_network(network)
-            record = self.record(identity)
-            live = self.lives.get(identity)
-            record.network = network
-            if live and live.slot:
-                live.slot.apply(network)
-            elif live:
-                live.identify(live.plug(self.home))
-            self.catalogue.put(record)
-
-    def set_timeout(self, identity: str, timeout: float | None) -> None:
-        """Seconds from now; None for ever."""
-        with self.lock(identity):
-            record = self.awake(identity).record
-            record.end = ending(timeout)
-            self.catalogue.put(record)
 
     # ---- copies ----
 

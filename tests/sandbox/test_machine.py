@@ -20,7 +20,7 @@ from perilune.sandbox.catalogue import Phase
 from perilune.sandbox.errors import DiskFull
 from perilune.sandbox.live import Live
 from perilune.sandbox.template import add_template
-from perilune.sandbox.vmm.qemu import QemuMachine
+from perilune.sandbox.vmm.machine import QemuMachine
 
 
 def test_two_cpus_survive_a_pause(runtime: Runtime, root_image: Path) -> None:

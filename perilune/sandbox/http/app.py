@@ -62,7 +62,7 @@ class Server:
         self.proxy = Proxy(runtime, keys)
 
     def _token(self, identity: str) -> str | None:
-        return self.control.access(self.runtime.record(identity))
+        return self.control.views.access(self.runtime.record(identity))
 
     def app(self) -> web.Application:
         """The aiohttp application."""

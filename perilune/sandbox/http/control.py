@@ -2,71 +2,25 @@
 
 import time
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qsl
 
 from aiohttp import web
 
-from perilune.sandbox.catalogue import Network, Phase, Record
+from perilune.sandbox.catalogue import Phase, Record
 from perilune.sandbox.errors import InvalidRequest, NotFound, SandboxError
 from perilune.sandbox.http import connect, envd, silence
 from perilune.sandbox.http.auth import Keys
 from perilune.sandbox.http.bridge import blocking
+from perilune.sandbox.http.views import STATES, Views, network, number, stamp, strings, words
 from perilune.sandbox.runtime import Request, Runtime
-from perilune.sandbox.snapshot import Snapshot
-
-_FAR = 10 * 365 * 86400.0  # seconds after which a sandbox without timeout is said to end
-_STATES = {Phase.PAUSED: "paused", Phase.RESUMING: "running", Phase.PAUSING: "running"}
-
-
-def stamp(when: float) -> str:
-    """RFC 3339."""
-    return datetime.fromtimestamp(when, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def number(body: dict[str, Any], key: str, least: float, most: float, default: float | None = None) -> float | None:
-    """A number within bounds; InvalidRequest names the key."""
-    value = body.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise InvalidRequest(f"`{key}` must be a number between {least:g} and {most:g}, not {value!r}")
-    return float(value)
-
-
-def strings(body: dict[str, Any], key: str) -> dict[str, str]:
-    """An object of strings."""
-    value = body.get(key) or {}
-    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise InvalidRequest(f"`{key}` must be an object of strings")
-    return value
-
-
-def words(body: dict[str, Any], key: str) -> list[str]:
-    """A list of strings."""
-    value = body.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise InvalidRequest(f"`{key}` must be a list of strings")
-    return value
-
-
-def network(body: dict[str, Any], default: bool) -> Network:
-    """From NewSandbox's `network` and `allow_internet_access` (or camel case)."""
-    given = body.get("network") or {}
-    if not isinstance(given, dict):
-        raise InvalidRequest("`network` must be an object")
-    access = body.get("allow_internet_access", body.get("allowInternetAccess"))
-    internet = default if access is None else bool(access)
-    public = given.get("allowPublicTraffic")
-    return Network(internet, words(given, "allowOut"), words(given, "denyOut"), public is not False)
 
 
 class Control:
     """The routes. `internet` is what a sandbox gets that does not say."""
 
     def __init__(self, runtime: Runtime, keys: Keys, domain: str, internet: bool = False) -> None:
-        self._runtime, self._keys, self._domain, self._internet = runtime, keys, domain, internet
+        self._runtime, self.views, self._internet = runtime, Views(runtime, keys, domain), internet
         self._once: dict[str, tuple[float, Record]] = {}
 
     def routes(self) -> list[web.RouteDef]:
@@ -86,46 +40,6 @@ class Control:
             web.get("/snapshots", self.snapshots), web.get("/snapshots/{id}", self.one_snapshot),
             web.post("/snapshots/{id}/sandboxes", self.create_many),
         ]  # fmt: skip
-
-    # ---- views ----
-
-    def access(self, record: Record) -> str | None:
-        """The sandbox's daemon token, when it has one."""
-        return self._keys.access(record.id) if record.secure else None
-
-    def brief(self, record: Record) -> dict[str, Any]:
-        """E2B's Sandbox."""
-        found: dict[str, Any] = {
-            "templateID": record.template, "sandboxID": record.id, "clientID": "perilune", "alias": record.template,
-            "envdVersion": envd.VERSION, "domain": self._domain,
-        }  # fmt: skip
-        if record.secure:
-            found["envdAccessToken"] = self._keys.access(record.id)
-        if not record.network.public:
-            found["trafficAccessToken"] = self._keys.traffic(record.id)
-        return found
-
-    def listed(self, record: Record) -> dict[str, Any]:
-        """E2B's ListedSandbox."""
-        end = record.end if record.end is not None else record.started + _FAR
-        return {
-            **self.brief(record), "startedAt": stamp(record.started), "endAt": stamp(end),
-            "cpuCount": record.shape.vcpus, "memoryMB": record.shape.memory_mb, "diskSizeMB": record.shape.disk_mb,
-            "state": _STATES.get(record.phase, "running"), "metadata": record.metadata,
-        }  # fmt: skip
-
-    def full(self, record: Record) -> dict[str, Any]:
-        """E2B's SandboxDetail."""
-        net = record.network
-        found = {
-            **self.listed(record), "allowInternetAccess": net.internet,
-            "network": {"allowOut": net.allow, "denyOut": net.deny, "allowPublicTraffic": net.public},
-            "lifecycle": {"autoResume": record.auto_resume, "onTimeout": record.on_timeout},
-        }  # fmt: skip
-        if record.phase is Phase.PAUSED:
-            mode = self._runtime.store.read(record.snapshot).mode
-            found["pauseMode"] = "full" if mode == "full" else "filesystem"
-        return found
 
     @staticmethod
     async def body(request: web.Request) -> dict[str, Any]:
@@ -153,12 +67,12 @@ class Control:
         for old in [k for k, (when, _) in self._once.items() if when < time.monotonic() - 3600]:
             del self._once[old]
         if key in self._once:
-            return web.json_response(self.brief(self._once[key][1]), status=201)
+            return web.json_response(self.views.brief(self._once[key][1]), status=201)
         wanted = self._request(body, request.path.startswith("/v2"))
         record = await blocking(self._runtime.create, wanted)
         if key:
             self._once[key] = (time.monotonic(), record)
-        return web.json_response(self.brief(record), status=201, headers={"x-agentenv-sandbox-id": record.id})
+        return web.json_response(self.views.brief(record), status=201, headers={"x-agentenv-sandbox-id": record.id})
 
     async def create_many(self, request: web.Request) -> web.Response:
         """POST /snapshots/{id}/sandboxes {count, ...}: many copies of one snapshot, each a success or an error."""
@@ -170,7 +84,7 @@ class Control:
     def _results(self, made: "list[Record | SandboxError]") -> web.Response:
         found = [
             {"error": {"code": one.status, "message": str(one)}} if isinstance(one, SandboxError)
-            else {"sandbox": self.brief(one)} for one in made
+            else {"sandbox": self.views.brief(one)} for one in made
         ]  # fmt: skip
         return web.json_response(found, status=201)
 
@@ -183,7 +97,7 @@ class Control:
         limit = int(number({"limit": _integer(query.get("limit", "100"))}, "limit", 1, 1000, 100) or 100)
         records = [
             r for r in await blocking(self._runtime.records)
-            if _STATES.get(r.phase, "running") in states and r.phase is not Phase.LOST
+            if STATES.get(r.phase, "running") in states and r.phase is not Phase.LOST
             and wanted.items() <= r.metadata.items()
         ]  # fmt: skip
         if query.get("order") == "asc":
@@ -191,14 +105,14 @@ class Control:
         start = next((i + 1 for i, r in enumerate(records) if r.id == query.get("nextToken")), 0)
         page = records[start : start + limit]
         headers = {"x-next-token": page[-1].id} if start + limit < len(records) else {}
-        return web.json_response([self.listed(record) for record in page], headers=headers)
+        return web.json_response([self.views.listed(record) for record in page], headers=headers)
 
     async def detail(self, request: web.Request) -> web.Response:
         """GET /sandboxes/{id}"""
         record = await blocking(self._runtime.record, request.match_info["id"])
         if record.phase is Phase.LOST:
             raise NotFound(f"sandbox {record.id} is lost: {record.fault}")
-        return web.json_response(await blocking(self.full, record))
+        return web.json_response(await blocking(self.views.full, record))
 
     async def kill(self, request: web.Request) -> web.Response:
         """DELETE /sandboxes/{id}"""
@@ -219,7 +133,7 @@ class Control:
             record = await blocking(self._runtime.record, identity)
             record.on_timeout = "pause" if body["autoPause"] else "kill"
         live = await blocking(self._runtime.resume, identity, number(body, "timeout", 0, 86400 * 30, 15.0))
-        return web.json_response(self.brief(live.record), status=201)
+        return web.json_response(self.views.brief(live.record), status=201)
 
     async def connect(self, request: web.Request) -> web.Response:
         """POST connect {timeout?, memory?}: 200 when it ran already, 201 when it was resumed (memory false:
@@ -228,7 +142,7 @@ class Control:
         timeout = number(body, "timeout", 0, 86400 * 30, 300.0)
         reboot = body.get("memory") is False
         record, resumed = await blocking(self._runtime.connect, identity, timeout, reboot)
-        return web.json_response(self.brief(record), status=201 if resumed else 200)
+        return web.json_response(self.views.brief(record), status=201 if resumed else 200)
 
     async def fork(self, request: web.Request) -> web.Response:
         """POST fork {count?, timeout?}, from running and paused."""
@@ -292,15 +206,6 @@ class Control:
 
     # ---- snapshots ----
 
-    def _snapshot(self, snapshot: Snapshot, sandbox: str = "") -> dict[str, Any]:
-        names = self._runtime.catalogue.names(snapshot.id)
-        shape = snapshot.shape
-        return {
-            "snapshotID": names[0] if names else snapshot.id, "names": names, "cpuCount": shape.vcpus,
-            "memoryMB": shape.memory_mb, "diskSizeMB": shape.disk_mb, "createdAt": stamp(snapshot.created),
-            "updatedAt": stamp(snapshot.created), "sandboxID": sandbox, "mode": snapshot.mode,
-        }  # fmt: skip
-
     async def snapshot(self, request: web.Request) -> web.Response:
         """POST snapshots {name?, memory?}"""
         body = await self.body(request)
@@ -309,7 +214,7 @@ class Control:
             raise InvalidRequest("`name` must be a text of at most 128 characters")
         identity = request.match_info["id"]
         made = await blocking(self._runtime.snapshot, identity, name, mode)
-        return web.json_response(await blocking(self._snapshot, made, identity), status=201)
+        return web.json_response(await blocking(self.views.snapshot, made, identity), status=201)
 
     async def snapshots(self, request: web.Request) -> web.Response:
         """GET /snapshots?sandboxID=&name=&limit=&nextToken="""
@@ -324,12 +229,12 @@ class Control:
         limit = int(number({"limit": _integer(query.get("limit", "100"))}, "limit", 1, 1000, 100) or 100)
         page = found[start : start + limit]
         headers = {"x-next-token": page[-1][0]} if start + limit < len(found) else {}
-        views = [self._snapshot(self._runtime.store.read(identity), sandbox) for identity, sandbox in page]
+        views = [self.views.snapshot(self._runtime.store.read(identity), sandbox) for identity, sandbox in page]
         return web.json_response(views, headers=headers)
 
     async def one_snapshot(self, request: web.Request) -> web.Response:
         """GET /snapshots/{id}"""
-        return web.json_response(self._snapshot(await blocking(self._runtime.resolve, request.match_info["id"])))
+        return web.json_response(self.views.snapshot(await blocking(self._runtime.resolve, request.match_info["id"])))
 
 
 def _integer(text: str) -> int:
