@@ -9,7 +9,7 @@ from pathlib import Path
 from perilune.sandbox import diff as diffs
 from perilune.sandbox import memory
 from perilune.sandbox.agent.wire import Op
-from perilune.sandbox.errors import SandboxError
+from perilune.sandbox.errors import InvalidRequest, SandboxError
 from perilune.sandbox.files import on_host, remove
 from perilune.sandbox.live import Live
 from perilune.sandbox.snapshot import Defaults, Snapshot, Store
@@ -26,6 +26,8 @@ class Camera:
     def capture(self, live: Live, mode: str, identity: str, goes_on: bool) -> Snapshot:
         """Freeze `live` into a snapshot. The guest stands still afterwards unless `goes_on`, which gives it a new disk
         layer and lets it run."""
+        if mode not in ("full", "disk"):
+            raise InvalidRequest(f"mode {mode!r} is neither full nor disk")
         capture = self._disk if mode == "disk" else self._full
         parts = self.store.snapshots / f".{identity}.{secrets.token_hex(4)}.tmp"
         with on_host("the checkpoint"):

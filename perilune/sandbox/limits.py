@@ -101,11 +101,6 @@ class Group:
             self._put("freezer", "freezer.state", "FROZEN" if on else "THAWED")
         return bool(self.folders)
 
-    def memory_used(self) -> int:
-        """Bytes charged to it."""
-        text = self._get("memory", "memory.current" if version() == 2 else "memory.usage_in_bytes")
-        return int(text or 0)
-
     def pids(self) -> list[int]:
         """Its processes."""
         return [int(line) for line in self._get("memory", "cgroup.procs").split()]

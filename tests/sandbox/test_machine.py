@@ -335,3 +335,30 @@ def test_a_jailed_machine_lives_and_owns_little(home: Path, runtime: Runtime) ->
         (child,) = box.fork()
         assert isinstance(child, Sandbox) and child.files.read_text("/root/x") == "kept"
         child.kill()
+
+
+def test_what_a_guest_holds_is_bounded(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perilune.sandbox.vmm.machine._MOST_LOG", 4096)
+    with Sandbox.create(runtime=runtime, processes=40) as box:
+        forks = "for i in $(seq 100); do sleep 100 & done"
+        assert "fork" in box.commands.run(forks).stderr and box.files.exists("/etc/passwd")
+        damon = "/sys/module/damon_reclaim/parameters/enabled"
+        if box.files.exists(damon, "root"):  # the guest kernel has it
+            assert box.files.read_text(damon, "root").strip() == "Y"
+    with Sandbox.create(runtime=runtime) as box:
+        serial = runtime.store.run / box.record.folder / "serial.log"
+        box.commands.run("seq 5000 > /dev/ttyS0", "root")
+        assert _soon(lambda: serial.stat().st_size < 4096)
+
+
+@pytest.mark.slow
+def test_a_memory_that_grew_large_becomes_a_base(runtime: Runtime) -> None:
+    with Sandbox.create(runtime=runtime) as box:
+        box.commands.run("head -c 80M /dev/urandom > /dev/shm/large; sha256sum < /dev/shm/large > /root/sum", "root")
+        box.pause()
+        runtime.upkeep.settle()
+        paused = runtime.store.read(box.record.snapshot)
+        assert paused.diff is None and paused.base == f"{paused.id}.base"  # it is not carried along every time
+        box.resume()
+        same = box.commands.run('test "$(sha256sum < /dev/shm/large)" = "$(cat /root/sum)"', "root")
+        assert same.exit_code == 0 and box.files.read("/root/sum", "root")

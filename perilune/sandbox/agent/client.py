@@ -206,10 +206,6 @@ class Agent:
                 self._gate.notify_all()
             raise
 
-    def power(self, reboot: bool) -> None:
-        """Stop the guest, or boot it again."""
-        self.send(Type.POWER, 0, b"\1" if reboot else b"\0")
-
     def inventory(self, timeout_s: float = 10.0) -> list[Stream]:
         """The commands that run in the guest; makes streams for those that this host does not know (after adopt or
         fork)."""

@@ -18,7 +18,7 @@ _EXEC, _ENTRY, _IDENTITY = struct.Struct("<IHHHH"), struct.Struct("<IBBIQq"), st
 class Type(IntEnum):
     """What a frame says."""
 
-    HELLO, IDENTITY, QUIESCE, LIST, POWER = 1, 2, 3, 4, 5
+    HELLO, IDENTITY, QUIESCE, LIST = 1, 2, 3, 4
     EXEC, OP, CONNECT = 10, 11, 12
     DATA, END, CREDIT, SIGNAL, RESIZE, CLOSE = 20, 21, 22, 23, 24, 25
     STARTED, FAILED, EXITED = 30, 31, 32

@@ -7,17 +7,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/reboot.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
 enum { MOST_FDS = 4 * 4096 + 2 };
 static struct pollfd fds[MOST_FDS];
-
-static void power(const uint8_t *payload, uint32_t length) {
-  sync();
-  reboot(length && payload[0] ? RB_AUTOBOOT : RB_POWER_OFF);
-}
 
 static void handle(const struct frame *f, const uint8_t *payload) {
   switch (f->type) {
@@ -33,7 +27,6 @@ static void handle(const struct frame *f, const uint8_t *payload) {
       port_drain();
       break;
     case LIST: streams_list(f->stream); break;
-    case POWER: power(payload, f->length); break;
     case EXEC: stream_exec(f->stream, payload, f->length); break;
     case OP: stream_op(f->stream, payload, f->length); break;
     case CONNECT: stream_connect(f->stream, payload, f->length); break;
