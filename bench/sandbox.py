@@ -1,4 +1,4 @@
-"""What the sandbox claims, measured: `python bench/sandbox.py [ROOT_IMAGE] [--only WORD]`; medians, in milliseconds.
+"""What the sandbox claims, measured: `python bench/sandbox.py [ROOT_IMAGE] [--only WORD,...]`; medians, in milliseconds.
 
 Needs a guest (`perilune sandbox setup`). Without ROOT_IMAGE (a raw ext4 with bash) one is made of this host's bash and
 coreutils. The guest has 512 MB and one CPU. "Answered" means that the first command's exit was reported.
@@ -223,14 +223,14 @@ def main() -> None:
     """Run the parts and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("image", type=Path, nargs="?")
-    parser.add_argument("--only", help="parts whose name contains this")
+    parser.add_argument("--only", help="parts whose names contain one of these words")
     parser.add_argument("--times", type=int, default=9)
     given = parser.parse_args()
     rows: Rows = []
     with runtime(given.image) as rt:
         print(f"{rt.platform}\nsum(range(5_000_000)) takes {min(speed() for _ in range(5)):.0f} ms", flush=True)
         for part in PARTS:
-            if not given.only or given.only in part.__name__:
+            if not given.only or any(word in part.__name__ for word in given.only.split(",")):
                 part(rt, rows, given.times)
                 for name, value, target in rows:
                     print(f"| {name} | {value:.1f} | {target} |", flush=True)

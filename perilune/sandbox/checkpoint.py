@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import secrets
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ class Camera:
 
     store: Store
     platform: Platform
+    threads: ThreadPoolExecutor
 
     def capture(self, live: Live, mode: str, identity: str, goes_on: bool) -> Snapshot:
         """Freeze `live` into a snapshot. The guest stands still afterwards unless `goes_on`, which gives it a new disk
@@ -66,27 +68,36 @@ class Camera:
 
     def _full(self, live: Live, identity: str, parts: Path, goes_on: bool) -> Snapshot:
         live.agent.quiesce()
+        sealing: Future[None] | None = None
         try:
             live.machine.stop()
-            state = live.machine.agent_socket.parent / "state"
-            live.machine.save(state)
-            device = state.read_bytes()
-            (parts / "state").write_bytes(device)
-            state.unlink()
+            full = self._snapshot(live, "full", identity)
+            device = self._device(live, parts)
+            sealing = self.threads.submit(live.seal, self.store) if goes_on else None  # beside the memory
             where = memory.mapping(live.machine.pid, live.base)
             diff = diffs.save(where, memory.diverged(where), parts / "memory")
-            full = self._snapshot(live, "full", identity)
-            sha = hashlib.sha256(device).hexdigest()
-            snapshot = replace(full, base=live.base.name, diff=diff, state_sha256=sha)
-            if goes_on:
-                live.seal(self.store)
+            if sealing:
+                sealing.result()
+            snapshot = replace(full, base=live.base.name, diff=diff, state_sha256=device)
             self.store.commit(snapshot, parts)
         except BaseException:
+            if sealing:
+                sealing.exception()
             _go_on(live)
             raise
         if goes_on:
             live.machine.run()
         return snapshot
+
+    @staticmethod
+    def _device(live: Live, parts: Path) -> str:
+        """The device state, by way of a file that QEMU may write; its SHA-256."""
+        state = live.machine.agent_socket.parent / "state"
+        live.machine.save(state)
+        data = state.read_bytes()
+        (parts / "state").write_bytes(data)
+        state.unlink()
+        return hashlib.sha256(data).hexdigest()
 
 
 def _go_on(live: Live) -> None:
