@@ -1,4 +1,4 @@
-"""What the sandbox claims, measured: `python bench/sandbox.py [ROOT_IMAGE] [--only WORD,...]`; medians, in milliseconds.
+"""What the sandbox claims, measured: `python bench/sandbox.py [ROOT_IMAGE] [--only WORD,...]`; medians in milliseconds.
 
 Needs a guest (`perilune sandbox setup`). Without ROOT_IMAGE (a raw ext4 with bash) one is made of this host's bash and
 coreutils. The guest has 512 MB and one CPU. "Answered" means that the first command's exit was reported.
