@@ -67,6 +67,7 @@ def captured(what: Callable[[], Any]) -> Callable[[], Any]:
     """The same work as one CUDA graph; what it made is kept, so that its memory is not given away."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a graph has memory of its own
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         graph.made = what()
     return graph.replay
