@@ -12,6 +12,7 @@ Page 0 is never given out and stays zero: it pads index arrays. After the last, 
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -32,36 +33,36 @@ class Geometry:
     state_dtype: torch.dtype = torch.float32
     drafts: bool = False
 
-    @property
+    @cached_property
     def kda_layers(self) -> tuple[int, ...]:
         return self.config.kda_layers
 
-    @property
+    @cached_property
     def mla_layers(self) -> tuple[int, ...]:
         c = self.config
         last = c.num_hidden_layers + (c.num_nextn_predict_layers if self.drafts else 0)
         return (*c.mla_layers, *range(c.num_hidden_layers, last))
 
-    @property
+    @cached_property
     def head_bytes(self) -> int:
         """One head of one KDA layer: its state, then its tail."""
         dim, taps = self.config.kda_head_dim, self.config.short_conv_kernel_size - 1
         return _up(dim * dim * self.state_dtype.itemsize + 3 * dim * taps * self.dtype.itemsize, 8)
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         return self.head_bytes * self.config.kda_num_heads if self.kda_layers else 0
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         return self.config.latent_width * self.dtype.itemsize
 
-    @property
+    @cached_property
     def page_tokens(self) -> int:
         """P: at least one hash block, at least a state's bytes."""
         return _up(max(math.ceil(self.state_bytes / self.token_bytes), 1), self.block_tokens)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         return _up(self.page_tokens * self.token_bytes if self.mla_layers else self.state_bytes, 64)
 
