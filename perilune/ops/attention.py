@@ -115,6 +115,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: floa
 
 
 @functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)  # what is kept from inference may index in training
 def _buckets(lengths: tuple[int, ...], device: torch.device) -> "list[tuple[Tensor, Tensor]]":
     """(token index [n,L], which of them are real [n,L]) for documents whose lengths share a power of two."""
     groups: dict[int, list[int]] = {}

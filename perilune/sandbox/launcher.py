@@ -102,6 +102,7 @@ class Launcher:
         """Let a loaded guest run as `record`; streams of a kept `agent` go on."""
         live = self._live(spare, record, agent)
         try:
+            live.limit()
             network = live.plug(self.store.home)
             live.agent.attach(spare.machine.agent_socket, spare.machine.pid)
             live.agent.start()
@@ -134,6 +135,7 @@ class Launcher:
         live = self._live(spare, record, None)
         try:
             spare.machine.attach_disk(top)
+            live.limit()
             network = live.plug(self.store.home)
             live.agent.attach(spare.machine.agent_socket, spare.machine.pid)
             spare.group.added()
@@ -150,8 +152,6 @@ class Launcher:
         agent = agent or Agent()
         agent.verdict = spare.machine.verdict
         record.folder, record.base, record.top = spare.machine.agent_socket.parent.name, spare.base.name, spare.top.name
-        if record.rates.bytes_per_second or record.rates.operations_per_second:
-            spare.machine.set_rates(record.rates.bytes_per_second, record.rates.operations_per_second)
         return Live(record, spare.machine, agent, spare.base, spare.top, spare.group)
 
     def adopt(self, record: Record) -> Live:

@@ -47,6 +47,12 @@ class Live:
             f"sandbox {self.record.id} stands still: this host's disk is full; it goes on when there is room"
         )
 
+    def limit(self) -> None:
+        """Give the disk the rates that the record asks for."""
+        rates = self.record.rates
+        if rates.bytes_per_second or rates.operations_per_second:
+            self.machine.set_rates(rates.bytes_per_second, rates.operations_per_second)
+
     def plug(self, home: Path) -> str:
         """Give the guest the network that its record asks for; returns its address plan, empty for none."""
         if not wanted(self.record.network):

@@ -79,6 +79,8 @@ class Pool:
         for spare in sorted(spares, key=lambda s: s.snapshot != snapshot.id):
             spares.remove(spare)
             if spare.machine.state != "gone":
+                if spare.top:
+                    spare.top.touch()  # young for `Upkeep.collect`, until the record of whoever takes it names it
                 return spare
             spare.discard()
         return None

@@ -7,6 +7,7 @@ its heads. The leader decides what is asked and what is sampled, the others foll
 heads, one that comes out is joined, so it moves between engines of any widths. Packed experts stay packed.
 """
 
+import logging
 import secrets
 from dataclasses import replace
 from typing import Any
@@ -22,9 +23,12 @@ from perilune.model.linear import Linear
 from perilune.model.mla import MLA
 from perilune.model.moe import MLP, Experts, LatentMoE, PackedExperts
 from perilune.model.net import K3
+from perilune.ops.experts import FEW
 from perilune.ops.router import Routing
 from perilune.serve.engine import Engine
 from perilune.serve.request import Delta, EngineOptions, Finish, Request, Stats
+
+log = logging.getLogger(__name__)
 
 
 def shard(model: K3, group: dist.ProcessGroup | None = None) -> K3:
@@ -119,6 +123,20 @@ class _OwnExperts(nn.Module):
         return wide.to(z.dtype)
 
 
+def recordable(model: K3, options: EngineOptions) -> EngineOptions:
+    """Without graphs where the full batch of a cut model has more rows than `ops.experts` takes without a look at the
+    host: a recording cannot hold one. Packed experts never look."""
+    rows = options.max_batch * (1 + options.speculate) * model.config.num_experts_per_token
+    looks = [m for m in model.modules() if isinstance(m, _OwnExperts) and isinstance(m.mine, Experts)]
+    if not options.cuda_graphs or all(rows <= FEW * m.count for m in looks):
+        return options
+    log.warning(
+        "Decoding is not recorded: a batch of %d has %d rows for %d experts, whose own are found on the host; pack "
+        "them, or have smaller batches.", options.max_batch, rows, looks[0].count,
+    )  # fmt: skip
+    return replace(options, cuda_graphs=False)
+
+
 class Ranks:
     """An engine on every rank of a group, spoken to through the leader, with an Engine's face.
 
@@ -128,7 +146,8 @@ class Ranks:
     def __init__(self, model: K3, options: EngineOptions | None = None, group: dist.ProcessGroup | None = None) -> None:
         """model: the whole model, on every rank; it is cut here."""
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.engine = Engine(shard(model, group), options, agree=self._broadcast)
+        cut = shard(model, group)
+        self.engine = Engine(cut, recordable(cut, options or EngineOptions()), agree=self._broadcast)
         self._orders: list[tuple[str, Any]] = []
 
     @property

@@ -57,6 +57,15 @@ def test_the_gate_gets_it_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [(torch.float32, torch.bfloat16)]
 
 
+def test_training_after_inference_over_the_same_lengths() -> None:
+    """What is kept of lengths from call to call serves both."""
+    leaves = draw([3, 29])
+    with torch.inference_mode():
+        attention(*(x.detach() for x in leaves), [3, 29], 0.3)
+    attention(*leaves, [3, 29], 0.3).sum().backward()
+    assert all(x.grad is not None for x in leaves)
+
+
 def test_what_does_not_fit_is_named() -> None:
     q, k, v = draw([5])
     for wrong in ((q, k[1:], v), (q, k, v[:, :1])):

@@ -71,6 +71,22 @@ def test_spares_are_used_and_made_again(runtime: Runtime) -> None:
     assert _soon(lambda: _machines(runtime) == before)
 
 
+def test_a_spare_keeps_its_disk_while_it_is_taken(runtime: Runtime) -> None:
+    """Between the pool and a record nothing names its layer, which may be old."""
+    template = runtime.resolve("base")
+    runtime.pool.want(template, 1)
+    assert runtime.pool.ready()
+    for _, layer in runtime.pool.held():
+        os.utime(runtime.store.layers / layer, (0, 0))
+    spare = runtime.pool.take(template)
+    try:
+        runtime.upkeep.collect()
+        assert spare.top is not None and spare.top.exists()
+    finally:
+        spare.discard()
+        runtime.pool.drop(template.id)
+
+
 def test_a_machine_that_held_a_sibling_takes_a_paused_sandbox(runtime: Runtime, tmp_path: Path) -> None:
     template, before = runtime.resolve("base"), _machines(runtime)
     with Sandbox.create(runtime=runtime) as box:

@@ -9,9 +9,11 @@ from serve.toy import assert_says, greedy, make, prompt, run, text
 
 from perilune.config import preset
 from perilune.model.layout import Layout
+from perilune.model.moe import LatentMoE
 from perilune.model.net import K3
 from perilune.serve.engine import Engine
 from perilune.serve.graphs import Graphs
+from perilune.serve.parallel import _Cut, _OwnExperts, recordable
 from perilune.serve.request import EngineOptions, Request, Sampling
 
 OPTIONS = EngineOptions(block_tokens=16, pool_tokens=1024, max_batch=5, token_budget=40)
@@ -105,6 +107,18 @@ def test_logits_that_are_no_numbers_end_their_request_alone() -> None:
     said = run(engine)
     assert said["b"][-1].finish == "error" and "finite" in said["b"][-1].message
     assert said["a"][-1].finish == "length" and len(text(said["a"])) == 9
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_looks_at_the_host_is_not_recorded(packed: bool) -> None:
+    """A rank's experts find the rows of a large batch on the host, unless they are packed."""
+    model = K3(preset("tiny"))
+    if packed:
+        model.pack_experts()
+    for layer in [m for m in model.modules() if isinstance(m, LatentMoE)]:
+        layer.experts = _OwnExperts(layer.experts, _Cut(0, 2, None))
+    kept = [recordable(model, dataclasses.replace(OPTIONS, max_batch=n)).cuda_graphs for n in (1, 4096)]
+    assert kept == [True, packed]
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------

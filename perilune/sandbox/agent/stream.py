@@ -73,11 +73,11 @@ class Stream:
             return
         if kind is Type.STARTED:
             (self.pid,) = struct.unpack("<i", frame.payload)
-        self._waiting += len(frame.payload) if kind is Type.DATA else 0
-        self._signs += kind is not Type.DATA
-        if self._waiting > self.window or self._signs > _MOST_SIGNS:  # the honest agent waits for credit
-            raise MachineLost("the guest agent sent more than it was granted")
         with self._changed:
+            self._waiting += len(frame.payload) if kind is Type.DATA else 0
+            self._signs += kind is not Type.DATA
+            if self._waiting > self.window or self._signs > _MOST_SIGNS:  # the honest agent waits for credit
+                raise MachineLost("the guest agent sent more than it was granted")
             sinks = list(self._sinks)
         event = Event(kind, frame.channel, frame.payload, self._granter(len(frame.payload), len(sinks)))
         if kind is Type.FAILED:
@@ -91,7 +91,7 @@ class Stream:
         for sink in sinks:
             sink(event)
         if kind is Type.DATA and not sinks:
-            self._waiting -= len(frame.payload)
+            self._consumed(len(frame.payload))
             self.agent.send(Type.CREDIT, self.number, struct.pack("<I", len(frame.payload)))
 
     def _granter(self, size: int, listeners: int) -> Callable[[], None]:
@@ -99,13 +99,20 @@ class Stream:
         left = [listeners]
 
         def done() -> None:
-            left[0] -= 1
-            self._waiting -= 0 if left[0] else size
-            if left[0] == 0 and not self.over:
+            with self._changed:
+                left[0] -= 1
+                last = left[0] == 0
+            if last:
+                self._consumed(size)
+            if last and not self.over:
                 with contextlib.suppress(SandboxError):
                     self.agent.send(Type.CREDIT, self.number, struct.pack("<I", size))
 
         return done
+
+    def _consumed(self, size: int) -> None:
+        with self._changed:
+            self._waiting -= size
 
     def _finish(self, event: Event) -> None:
         self.agent.forget(self.number)

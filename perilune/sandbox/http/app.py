@@ -83,8 +83,10 @@ class Server:
             await site.start()
             assert runner.server is not None
             watching = asyncio.create_task(silence.watch(runner.server, self._spoken, self.patience_s))
-            yield runner.addresses[0][1]
-            watching.cancel()
+            try:
+                yield runner.addresses[0][1]
+            finally:
+                watching.cancel()
         finally:
             await runner.cleanup()
 

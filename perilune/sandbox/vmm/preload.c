@@ -10,8 +10,8 @@
  * meanwhile.
  *
  * Fork server. Half of a QEMU's start is the dynamic linker (240 thousand relocations, 4 MB of pages made private). One
- * process does that once, stops before QEMU's first instruction, and forks a QEMU for every command line it is sent: faster, and siblings
- * share those pages. They share the layout of QEMU's own address space as well. */
+ * process does that once, stops before QEMU's first instruction, and forks a QEMU for every command line it is sent:
+ * faster, and siblings share those pages. They share the layout of QEMU's own address space as well. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
