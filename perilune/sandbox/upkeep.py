@@ -125,17 +125,17 @@ class Upkeep:
         """Machines of a process that died before it had recorded them."""
         known = {r.folder for r in self.catalogue.all() if r.phase is Phase.RUNNING}
         for folder in self.store.run.iterdir():
-            if folder.name not in known and not _owned(folder) and _older(folder, time.time() - 5):
+            if folder.name not in known and not _owned(folder):
                 _end_machine(folder)
 
 
 def _owned(folder: Path) -> bool:
-    """Whether the process that started this machine still lives."""
+    """Whether the process that started this machine still lives; who has just started one had no time to say so."""
     try:
         pid, started = (folder / "owner").read_text().split()
         return alive(int(pid), int(started))
     except (OSError, ValueError):
-        return False
+        return not _older(folder, time.time() - 5)
 
 
 def _older(path: Path, than: float) -> bool:
@@ -146,10 +146,11 @@ def _older(path: Path, than: float) -> bool:
 
 
 def _end_machine(folder: Path) -> None:
-    """A machine that no record knows: end it by its id, and remove its folder."""
+    """A machine that no record knows: end it by its id, and remove its folder. Forked as it was, it has no command line
+    of its own; its output goes to its folder."""
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with contextlib.suppress(OSError):
-                if f"{folder}/qmp".encode() in (process / "cmdline").read_bytes():
+                if os.readlink(process / "fd" / "1").startswith(f"{folder}/"):  # noqa: PTH115
                     Child(int(process.name)).kill()
     remove(folder)

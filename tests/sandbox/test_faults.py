@@ -66,6 +66,18 @@ def test_a_running_sandbox_outlives_its_server(runtime: Runtime) -> None:
     box.kill()
 
 
+def test_a_machine_of_nobody_is_ended(runtime: Runtime) -> None:
+    template = runtime.resolve("base")
+    spare = runtime.launcher.spawn(runtime.store.memory / template.base, template.shape)
+    folder = spare.machine.agent_socket.parent
+    runtime.upkeep.recover()
+    assert spare.machine.state == "waiting"
+    (folder / "owner").write_text("1 1")  # a process that ended long ago had its id
+    runtime.upkeep.recover()
+    assert spare.machine.state == "gone" and not folder.exists()
+    spare.discard()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(6))
 def test_a_server_killed_at_any_instant_loses_nothing(runtime: Runtime, seed: int) -> None:
