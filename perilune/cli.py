@@ -50,6 +50,8 @@ def _one_sentence(command: Callable[..., Any]) -> Callable[..., Any]:
 def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == 28:
         return f"The disk is full{f': {error.filename}' if error.filename else ''}; nothing was left half-written."
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}."
     text = str(error) or type(error).__name__
     return text if text.endswith((".", "?")) else text + "."
 

@@ -29,6 +29,8 @@ def read(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RecipeError(f"Recipe {path} does not exist.") from error
+    except OSError as error:
+        raise RecipeError(f"Recipe {path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"Recipe {path} is not valid TOML: {error}.") from error
     for override in overrides:

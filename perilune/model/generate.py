@@ -30,8 +30,11 @@ class Sampling:
     stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_tokens < 0:
-            raise ValueError(f"{self} is no sampling rule: temperature, top_k, max_tokens >= 0 and 0 < top_p <= 1.")
+        for name in ("temperature", "top_k", "max_tokens"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, not {getattr(self, name)}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}.")
 
 
 @torch.inference_mode()

@@ -66,9 +66,9 @@ class Checkpoint:
         ours, theirs = dict(_leaves(recipe)), dict(_leaves(self.trainer.get("recipe", {})))
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key) and key not in free and key.split(".")[0] not in free:
-                raise CheckpointError(
-                    f"{self.path} was trained with {key} = {theirs.get(key)!r}, this run has {ours.get(key)!r}."
-                )
+                before = f"no {key}" if theirs.get(key) is None else f"{key} = {theirs[key]!r}"
+                now = "none" if ours.get(key) is None else repr(ours[key])
+                raise CheckpointError(f"{self.path} was trained with {before}, this run has {now}.")
 
 
 def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:

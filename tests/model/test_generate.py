@@ -72,5 +72,5 @@ def test_sampling_follows_the_distribution() -> None:
     assert set(counts(top_p=0.75)) == {0, 1}
     assert set(counts(top_p=0.85)) == {0, 1, 2}
     assert counts(temperature=0.2)[0] > 3500
-    with pytest.raises(ValueError, match="no sampling rule"):
+    with pytest.raises(ValueError, match="top_p must lie in"):
         Sampling(top_p=0)

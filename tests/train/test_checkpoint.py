@@ -179,7 +179,7 @@ def test_another_recipe_is_refused_by_its_key(tmp_path: Path) -> None:
     found.expect_recipe(recipe)
     with pytest.raises(CheckpointError, match=r"model\.layers = 5, this run has 7"):
         found.expect_recipe({"model": {"layers": 7, "mla": (3, 4)}, "train": {"lr": 0.01}})
-    with pytest.raises(CheckpointError, match=r"train\.seed = None, this run has 1"):
+    with pytest.raises(CheckpointError, match=r"no train\.seed, this run has 1"):
         found.expect_recipe({"model": {"layers": 5, "mla": (3, 4)}, "train": {"lr": 0.01, "seed": 1}})
 
 
