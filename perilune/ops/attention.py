@@ -40,6 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: fl
         q, k: [T,H,DK]. v: [T,H,DV]. One dtype; autocast does not change it.
         lengths: tokens of each document, empty ones included; they sum to T.
         scale: of the scores.
+        impl: of training; inference is SDPA's.
     Returns:
         [T,H,DV]: fp32 (fp64 for fp64) where gradients are enabled, v's dtype in inference.
     Raises:

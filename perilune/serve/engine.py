@@ -124,7 +124,8 @@ class Engine:
         )
 
     def flush(self) -> None:
-        """Forget every cached prefix: call it when the weights have changed."""
+        """Forget every cached prefix: call it when the weights have changed. That must be in place: a recorded step
+        reads them where they lay."""
         self.scheduler.pool.clear()
 
     @torch.inference_mode()
