@@ -63,7 +63,7 @@ def gate_up_kernel(
     packed += mine * (2 * N) * (L // 2)
     scale += mine * (2 * N) * (L // 32)
     for begin in range(first, last, BM):
-        r = begin + tl.arange(0, BM)
+        r = (begin + tl.arange(0, BM)).to(tl.int64)  # rows times width may pass 2^31
         fits = r < last
         choice = tl.load(source + r, mask=fits, other=0)
         token = choice // k
@@ -92,7 +92,7 @@ def down_kernel(
     packed += mine * L * (N // 2)
     scale += mine * L * (N // 32)
     for begin in range(first, last, BM):
-        r = begin + tl.arange(0, BM)
+        r = (begin + tl.arange(0, BM)).to(tl.int64)  # rows times width may pass 2^31
         fits = r < last
         out = product(a, r, fits, packed, scale, n, L, N, BM, BN, BK)
         tl.store(y + r[:, None] * L + n[None, :], out.to(y.dtype.element_ty), mask=fits[:, None] & (n < L)[None, :])
