@@ -16,7 +16,7 @@ from perilune.sandbox.agent.stream import Inbox
 from perilune.sandbox.agent.wire import Command, Op, Type
 from perilune.sandbox.catalogue import Record
 from perilune.sandbox.diff import Stored
-from perilune.sandbox.errors import GuestError, SnapshotCorrupt
+from perilune.sandbox.errors import GuestError, SnapshotCorrupt, TimedOut
 from perilune.sandbox.files import remove
 from perilune.sandbox.limits import Group
 from perilune.sandbox.live import Live, Spare, new_layer
@@ -154,6 +154,20 @@ class Launcher:
         record.folder, record.base, record.top = spare.machine.agent_socket.parent.name, spare.base.name, spare.top.name
         return Live(record, spare.machine, agent, spare.base, spare.top, spare.group)
 
+    @staticmethod
+    def _reach(live: Live) -> None:
+        """Connect to an agent whose host died. What the guest said into the closed connection may have stalled its port
+        in QEMU: closing a second one lets it go on."""
+        for patience_s in (2.0, 5.0, 20.0):
+            live.agent.attach(live.machine.agent_socket, live.machine.pid)
+            try:
+                live.agent.hello(patience_s)
+                return
+            except TimedOut as error:
+                live.agent.detach()
+                late = error
+        raise late
+
     def adopt(self, record: Record) -> Live:
         """Take over the running machine of a process that is gone."""
         folder = self.store.run / record.folder
@@ -163,13 +177,12 @@ class Launcher:
         if not top.exists():
             raise SnapshotCorrupt(f"sandbox {record.id}: disk layer {record.top} is missing")
         live = Live(record, machine, agent, base, top, Group(folder.name))
-        agent.attach(machine.agent_socket, machine.pid)
         if machine.state == "stopped":
             machine.run()
         if record.slot >= 0:
             live.slot = Slot(record.slot, str(self.store.home), record.network)
             live.slot.serve()
-        agent.hello(10.0)
+        self._reach(live)
         live.identify()
         with contextlib.suppress(GuestError):  # it refuses unless a checkpoint of the disk was cut short
             agent.call(Op.THAW, "root")

@@ -63,6 +63,13 @@ def test_a_running_sandbox_outlives_its_server(runtime: Runtime) -> None:
     time.sleep(0.5)
     assert _count(box) > first
     assert any("count" in command.argv[-1] for _, command in box.commands.list())
+    box.files.write("/root/mark", "before")
+    box.snapshot("of-an-adopted-one", mode="disk")
+    box.files.write("/root/mark", "after")
+    box.commands.run("sync", "root")
+    with Sandbox.create("of-an-adopted-one", runtime=runtime) as copy:
+        assert copy.files.read_text("/root/mark") == "before"
+    runtime.delete_snapshot("of-an-adopted-one")
     box.kill()
 
 

@@ -42,8 +42,7 @@ class QemuMachine:
         machine = cls(Child(pid), folder, State.STOPPED, Path(f"/proc/{pid}").stat().st_uid != os.geteuid())
         with machine._failures():
             running = machine.qmp("query-status")["running"]
-            nodes = {n["node-name"]: n for n in machine.qmp("query-named-block-nodes")}
-            machine._node = next((n for n in nodes if n.startswith("top") and _is_top(n, nodes)), "empty")
+            machine._node = _top(machine.qmp("query-named-block-nodes"))
         machine._state = State.RUNNING if running else State.STOPPED
         return machine
 
@@ -235,6 +234,8 @@ class QemuMachine:
         return VmmDied(f"QEMU {how}. {self.log()[-300:]}".strip())
 
 
-def _is_top(name: str, nodes: dict[str, dict]) -> bool:  # type: ignore[type-arg]
-    image = nodes[name]["image"]["filename"]
-    return all(n.get("image", {}).get("backing-image", {}).get("filename") != image for n in nodes.values())
+def _top(nodes: list[dict[str, Any]]) -> str:
+    """The image right below the guest's disk."""
+    below = next(n for n in nodes if n["node-name"] == "disk")["image"].get("backing-image", {}).get("filename")
+    tops = (n["node-name"] for n in nodes if n["node-name"].startswith("top") and n["image"]["filename"] == below)
+    return next(tops, "empty")
