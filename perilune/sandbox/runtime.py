@@ -5,6 +5,7 @@ K3 report, section 5.3.2: pause while the model thinks, fork for a judge, snapsh
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from perilune.sandbox.catalogue import Catalogue, Phase, Record
 from perilune.sandbox.checkpoint import Camera
 from perilune.sandbox.diff import Stored
 from perilune.sandbox.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, SandboxError
-from perilune.sandbox.files import remove
+from perilune.sandbox.files import on_host, remove
 from perilune.sandbox.guard import Guard
 from perilune.sandbox.launcher import Launcher
 from perilune.sandbox.live import Live
@@ -106,7 +107,9 @@ class Runtime(Roster):
         def one() -> Record | SandboxError:
             try:
                 made = record()
-                with self.starting(made):
+                with contextlib.suppress(OSError):  # young for `Upkeep.collect` until the last child has started
+                    os.utime(self.store.path(snapshot.id))
+                with on_host("a new sandbox"), self.starting(made):
                     self.started(self._restore(snapshot, made, None, stored))
                 return made
             except SandboxError as error:

@@ -19,6 +19,7 @@ from perilune.sandbox import Guard, Network, Runtime, Sandbox, SandboxError, Sha
 from perilune.sandbox.catalogue import Phase
 from perilune.sandbox.errors import DiskFull
 from perilune.sandbox.live import Live
+from perilune.sandbox.snapshot import Store
 from perilune.sandbox.template import add_template
 from perilune.sandbox.vmm.machine import QemuMachine
 
@@ -85,6 +86,33 @@ def test_a_spare_keeps_its_disk_while_it_is_taken(runtime: Runtime) -> None:
     finally:
         spare.discard()
         runtime.pool.drop(template.id)
+
+
+def test_a_fork_that_takes_long_keeps_its_snapshot(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name keeps a fork's snapshot; an old one goes while children still wait to start from it."""
+    opened, restore = runtime.store.open_memory, runtime._restore
+
+    def slowly(snapshot):
+        os.utime(runtime.store.path(snapshot.id), (0, 0))
+        return opened(snapshot)
+
+    def beside(*arguments):
+        runtime.upkeep.collect()
+        return restore(*arguments)
+
+    with Sandbox.create(runtime=runtime) as box:
+        monkeypatch.setattr(Store, "open_memory", lambda _, snapshot: slowly(snapshot))
+        monkeypatch.setattr(runtime, "_restore", beside)
+        (child,) = box.fork()
+        assert isinstance(child, Sandbox), child
+        child.kill()
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(runtime, "_restore", full)
+        (failed,) = box.fork()
+        assert isinstance(failed, DiskFull)  # a child's own, not its siblings'
 
 
 def test_a_machine_that_held_a_sibling_takes_a_paused_sandbox(runtime: Runtime, tmp_path: Path) -> None:
