@@ -8,23 +8,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
+from ops.fused.compile_kernels import ALL as NAMES
+
 HERE = Path(__file__).resolve().parent
-NAMES = (
-    "situ",
-    "norm",
-    "softmax",
-    "attnres",
-    "phases",
-    "conv",
-    "moe",
-    "few",
-    "packed",
-    "mla",
-    "router",
-    "head",
-    "histogram",
-    "muon",
-)
 
 
 def script(name: str, *arguments: str, interpret: bool) -> str:
