@@ -18,7 +18,8 @@ at most 1 and in fp32, and both sides of a pair are products of the same 16-bit 
 and the sums over channels that unit q and k need are those of the same products.
 
 One program a processor: a warp brings the next chunk while the others work on this one. `raw` (q, k, gate) is free
-again when the factors are made, `deep` (S, D, dO, dR, U) when the products are.
+again when the factors are made, `near` (S, dO, dR) when the products are. D and U are done with after the first of
+them; until the chunk's end their memory holds what registers cannot: the decay's slope, rise, and the rows of q.
 """
 
 from triton.experimental import gluon
@@ -124,6 +125,17 @@ def transposed(room, layout: gl.constexpr):
 
 
 @gluon.jit
+def transposed_store(room, x):
+    room.permute((1, 0)).store(x)
+
+
+@gluon.jit
+def by_token(room, layout: gl.constexpr):
+    """A number a token, to broadcast over channels."""
+    return gl.expand_dims(room.load(gl.SliceLayout(0, layout)), 0)
+
+
+@gluon.jit
 def put(x, room, to, count, row, warps: gl.constexpr):
     """x [K,64] in 16 bits to rows of `to`."""
     lay: gl.constexpr = lines(warps)
@@ -151,7 +163,7 @@ def over_channels(x, layout: gl.constexpr):
 def bring(raw_of, deep_of, buffers, signals, chunks, total, size, first, q_h, k_h, g_h, o_h, v_h,
           HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr):  # fmt: skip
     qs, ks, gs, hs, ds, dos, drs, us = buffers
-    raw, deep, raw_free, deep_free = signals
+    raw, deep, raw_free, near_free, far_free = signals
     q, k, gate = raw_of
     states, do, dv, u = deep_of
     step = 0
@@ -161,17 +173,19 @@ def bring(raw_of, deep_of, buffers, signals, chunks, total, size, first, q_h, k_
         if step > 0:
             mbarrier.wait(raw_free, (step - 1) & 1)
         mbarrier.expect(raw, 3 * 64 * K * 2)
-        tma.async_copy_global_to_shared(gate, [token, head * g_h], raw, gs)
-        tma.async_copy_global_to_shared(q, [token, (head // GROUP) * q_h], raw, qs)
-        tma.async_copy_global_to_shared(k, [token, (head // GROUP) * k_h], raw, ks)
+        tma.async_copy_global_to_shared(gate, [token, head * g_h], raw, gs.index(0))
+        tma.async_copy_global_to_shared(q, [token, (head // GROUP) * q_h], raw, qs.index(0))
+        tma.async_copy_global_to_shared(k, [token, (head // GROUP) * k_h], raw, ks.index(0))
         if step > 0:
-            mbarrier.wait(deep_free, (step - 1) & 1)
+            mbarrier.wait(near_free, (step - 1) & 1)
         mbarrier.expect(deep, 2 * V * K * 2 + 3 * 64 * V * 2)
-        tma.async_copy_global_to_shared(do, [token, head * o_h], deep, dos)
-        tma.async_copy_global_to_shared(u, [pid * V, 0], deep, us)
-        tma.async_copy_global_to_shared(dv, [token, head * v_h], deep, drs)
-        tma.async_copy_global_to_shared(states, [pid * V, 0], deep, hs)
-        tma.async_copy_global_to_shared(states, [(size + pid) * V, 0], deep, ds)
+        tma.async_copy_global_to_shared(do, [token, head * o_h], deep, dos.index(0))
+        tma.async_copy_global_to_shared(dv, [token, head * v_h], deep, drs.index(0))
+        tma.async_copy_global_to_shared(states, [pid * V, 0], deep, hs.index(0))
+        if step > 0:
+            mbarrier.wait(far_free, (step - 1) & 1)
+        tma.async_copy_global_to_shared(u, [pid * V, 0], deep, us.index(0))
+        tma.async_copy_global_to_shared(states, [(size + pid) * V, 0], deep, ds.index(0))
         step += 1  # noqa: SIM113
 
 
@@ -182,8 +196,8 @@ def gradients(
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
     qs, ks, gs, hs, ds, dos, drs, us = buffers
-    raw, deep, raw_free, deep_free = signals
-    room, pa, pat, pn, pnt, triangle, norms = rooms
+    raw, deep, raw_free, near_free, far_free = signals
+    spare, third, room, pa, pat, pn, pnt, triangle, norms = rooms
     W: gl.constexpr = K // 16
     bf16: gl.constexpr = gl.bfloat16
     lay: gl.constexpr = work_layout(W)
@@ -195,31 +209,38 @@ def gradients(
     ri, rj = gl.expand_dims(pi, 1), gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, sq)), 0)
     li = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, lines(W))), 1)
     lc = gl.expand_dims(gl.arange(0, K, layout=gl.SliceLayout(0, lines(W))), 0)
+    zero = gl.zeros((K, 64), gl.float32, acc)
     step = 0
     for pid in range(gl.program_id(0), total, gl.num_programs(0)):
         chunk, head = pid // HV + first, wide(pid % HV)
         start = gl.load(chunks + 2 * chunk)
         count = gl.load(chunks + 2 * chunk + 1)
+        here = count >> 7  # 0, which the compiler must not know: it would keep all addresses in registers
+        q_rows, k_rows, g_rows = qs.index(here), ks.index(here), gs.index(here)
+        S, D, dO, dR, U = hs.index(here), ds.index(here), dos.index(here), drs.index(here), us.index(here)
+        stage, ones, q_norm, k_norm = room.index(here), triangle.index(here), norms.index(here), norms.index(here + 1)
+        A, At, N, Nt = pa.index(here), pat.index(here), pn.index(here), pnt.index(here)
+        keep_slope, keep_rise, keep_rows = spare.index(here), spare.index(here + 1), third.index(here)
         b, at = (start // T).to(gl.int64), (start % T).to(gl.int64)
         out = (start.to(gl.int64) * HV + head) * K
 
         # The factors.
         mbarrier.wait(raw, step & 1)
         if count < 64:
-            blank(gs, count, W)
-            blank(qs, count, W)
-            blank(ks, count, W)
+            blank(g_rows, count, W)
+            blank(q_rows, count, W)
+            blank(k_rows, count, W)
             fence_async_shared()  # before the copy engine writes there again
-        inverse_norms(qs, norms.index(0), W)
-        inverse_norms(ks, norms.index(1), W)
+        inverse_norms(q_rows, q_norm, W)
+        inverse_norms(k_rows, k_norm, W)
         rate = gl.minimum(gl.maximum(gl.exp(gl.load(A_log + head).to(gl.float32)), 1e-30), 1e37)
         bias = gl.expand_dims(gl.load(dt_bias + head * K + channel).to(gl.float32), 1)
-        z = widen(transposed(gs, lay)) + bias
+        z = widen(transposed(g_rows, lay)) + bias
         e = gl.minimum(gl.exp2(z * (-LOG2E * rate)), STEEPEST)
         s = reciprocal(1.0 + e)
-        slope = e * s * s * gl.where(t < count, lower_bound * rate, 0.0)
-        w = slope.to(bf16)
-        G = times_triangle(s * gl.where(t < count, lower_bound * LOG2E, 0.0), triangle)
+        live = gl.where(t < count, s, 0.0)
+        transposed_store(stage, (live * e * s * (lower_bound * rate)).to(bf16))
+        G = times_triangle(live * (lower_bound * LOG2E), ones)
         m0, m1, m2, m3 = at_token(G, 7, t), at_token(G, 23, t), at_token(G, 39, t), at_token(G, 55, t)
         end = at_token(G, 63, t)
         f0, f1, f2, f3, f4 = gl.exp2(m0), gl.exp2(m1 - m0), gl.exp2(m2 - m1), gl.exp2(m3 - m2), gl.exp2(end - m3)
@@ -229,10 +250,10 @@ def gradients(
         G -= gl.where(t < 32, low, gl.where(t < 48, gl.expand_dims(m2, 1), gl.expand_dims(m3, 1)))
         rise = gl.exp2(G)
         kept_rise = rise.to(bf16)
-        k_unit = widen(transposed(ks, lay)) * gl.expand_dims(norms.index(1).load(gl.SliceLayout(0, lay)), 0)
-        cols = (k_unit * gl.exp2(-G)).to(bf16)
+        k_unit = widen(transposed(k_rows, lay)) * by_token(k_norm, lay)
+        cols = (k_unit * reciprocal(rise)).to(bf16)
         rows_k = (-k_unit * rise).to(bf16)
-        q_unit = widen(transposed(qs, lay)) * gl.expand_dims(norms.index(0).load(gl.SliceLayout(0, lay)) * scale, 0)
+        q_unit = widen(transposed(q_rows, lay)) * (by_token(q_norm, lay) * scale)
         rows_q = (q_unit * rise).to(bf16)
         gl.thread_barrier()
         mbarrier.arrive(raw_free, count=1)
@@ -240,19 +261,19 @@ def gradients(
         # Gradients of the pairs, and of β.
         mbarrier.wait(deep, step & 1)
         if count < 64:
-            blank(dos, count, W)
-            blank(drs, count, W)
+            blank(dO, count, W)
+            blank(dR, count, W)
             fence_async_shared()
             gl.thread_barrier()
-        a = warpgroup_mma(dos, us, gl.zeros((64, 64), gl.float32, sq), is_async=True)
-        n = warpgroup_mma(drs, us, gl.zeros((64, 64), gl.float32, sq), is_async=True)
-        both = gl.zeros((K, 64), gl.float32, lay)
-        for part in gl.static_range(V // 64):
-            s_part = transposed(hs.slice(64 * part, 64, dim=0), lay)
-            d_part = transposed(ds.slice(64 * part, 64, dim=0), lay)
+        a = warpgroup_mma(dO, U, gl.zeros((64, 64), gl.float32, sq), is_async=True)
+        n = warpgroup_mma(dR, U, gl.zeros((64, 64), gl.float32, sq), is_async=True)
+        both = gl.zeros((K, 16), gl.float32, lay)
+        for part in gl.static_range(V // 16):
+            s_part = transposed(S.slice(16 * part, 16, dim=0), lay)
+            d_part = transposed(D.slice(16 * part, 16, dim=0), lay)
             both += widen(s_part) * widen(d_part)
         last = gl.sum(both, 1) * gl.exp2(end)
-        x = warpgroup_mma(hs.permute((1, 0)), dos.permute((1, 0)), gl.zeros((K, 64), gl.float32, acc), is_async=True)
+        v = warpgroup_mma(D.permute((1, 0)), U, zero, is_async=True)
         a, n = warpgroup_mma_wait(1, deps=[a, n])
         a = gl.where(ri >= rj, a, 0.0).to(bf16)
         raw_beta = gl.load(beta + b * b_b + (at + pi) * b_t + head * b_h, mask=pi < count, other=0.0).to(gl.float32)
@@ -261,65 +282,84 @@ def gradients(
         own = gl.where(be > 1e-18, own * (1.0 - be) / be, 0.0)
         gl.store(dbeta + (start + pi) * HV + head, own.to(dbeta.dtype.element_ty), mask=pi < count)
         n = gl.where(ri > rj, n, 0.0).to(bf16)
-        pa.store(a)
-        pat.permute((1, 0)).store(a)
-        pn.store(n)
-        pnt.permute((1, 0)).store(n)
+        A.store(a)
+        At.permute((1, 0)).store(a)
+        N.store(n)
+        Nt.permute((1, 0)).store(n)
 
-        # q.
+        # k: what it writes.
         by_col, by_q, by_k = by_blocks(cols), by_blocks(rows_q), by_blocks(rows_k)
-        f = (f0, f1, f2, f3)
-        x = warpgroup_mma_wait(0, deps=[x])
-        x = gl.convert_layout(x, lay, assert_trivial=True)
-        for J in gl.static_range(4):
-            x *= gl.where(t >= 16 * J, f[J], 1.0)
-            x = mma_v2(by_col[J], block_rows(pat, J, K), x)
-        y = warpgroup_mma(hs.permute((1, 0)), drs.permute((1, 0)), gl.zeros((K, 64), gl.float32, acc), is_async=True)
-        dG = widen(rows_q) * x
-        along = over_channels(of_both_rows(dG), lay)
-        norm = gl.expand_dims(norms.index(0).load(gl.SliceLayout(0, lay)), 0)
-        rise = widen(kept_rise)
-        along = gl.expand_dims(along, 0) * (norm * (1.0 / scale))
-        x = x * (norm * scale) * rise - widen(rows_q) * (reciprocal(rise) * along)
-        put(x, room, dq + out, count, HV * K, W)
-
-        # k: what it reads, what it writes.
-        y = warpgroup_mma_wait(0, deps=[y])
-        v = warpgroup_mma(ds.permute((1, 0)), us, gl.zeros((K, 64), gl.float32, acc), is_async=True)
-        y = gl.convert_layout(y, lay, assert_trivial=True)
-        for J in gl.static_range(4):
-            y *= gl.where(t >= 16 * J, f[J], 1.0)
-            y = mma_v2(by_col[J], block_rows(pnt, J, K), y)
-        from_k = widen(rows_k) * y
-        dG += from_k
-        along = of_both_rows(from_k)
+        f = (f0, f1, f2, f3, f4)
         v = warpgroup_mma_wait(0, deps=[v])
-        gl.thread_barrier()
-        mbarrier.arrive(deep_free, count=1)
+        gl.thread_barrier()  # both warpgroups are done with D: what follows overwrites it
+        transposed_store(keep_slope, transposed(stage, lay))
+        transposed_store(keep_rise, kept_rise)
+        y = warpgroup_mma(
+            S.permute((1, 0)),
+            dR.permute((1, 0)),
+            zero,
+            is_async=True,
+        )
         v = gl.convert_layout(v, lay, assert_trivial=True)
-        f = (f1, f2, f3, f4)
         c2, c1, c0 = f4 * f3, f4 * f3 * f2, f4 * f3 * f2 * f1
         far = gl.where(t < 32, gl.where(t < 16, c0, c1), gl.where(t < 48, c2, f4))
         last += gl.sum(widen(cols) * v * far, 1)
         for back in gl.static_range(4):
-            v *= gl.where(t < 64 - 16 * back, f[3 - back], 1.0)
-            v = mma_v2(by_q[3 - back], block_rows(pa, 3 - back, K), v)
-            v = mma_v2(by_k[3 - back], block_rows(pn, 3 - back, K), v)
-        to_k = widen(cols) * v
-        dG -= to_k
-        along = gl.expand_dims(over_channels(along + of_both_rows(to_k), lay), 0)
-        rise = widen(kept_rise)
-        norm = gl.expand_dims(norms.index(1).load(gl.SliceLayout(0, lay)), 0)
-        v = v * reciprocal(rise) - rise * (y + widen(cols) * along)
-        put(v * norm, room, dk + out, count, HV * K, W)
+            v *= gl.where(t < 64 - 16 * back, f[4 - back], 1.0)
+            v = mma_v2(by_q[3 - back], block_rows(A, 3 - back, K), v)
+            v = mma_v2(by_k[3 - back], block_rows(N, 3 - back, K), v)
+        dG = widen(cols) * v
+        along = of_both_rows(dG)
+        transposed_store(keep_rows, rows_q)
+
+        # k: what it reads.
+        y = warpgroup_mma_wait(0, deps=[y])
+        y = gl.convert_layout(y, lay, assert_trivial=True)
+        for J in gl.static_range(4):
+            y *= gl.where(t >= 16 * J, f[J], 1.0)
+            y = mma_v2(by_col[J], block_rows(Nt, J, K), y)
+        from_k = widen(rows_k) * y
+        dG = from_k - dG
+        along = gl.expand_dims(over_channels(along + of_both_rows(from_k), lay), 0)
+        rise = widen(transposed(keep_rise, lay))
+        norm = by_token(k_norm, lay)
+        y = v * reciprocal(rise) - rise * (y + widen(cols) * along)
+        x = warpgroup_mma(
+            S.permute((1, 0)),
+            dO.permute((1, 0)),
+            zero,
+            is_async=True,
+        )
+        put(y * norm, stage, dk + out, count, HV * K, W)
+
+        # q.
+        x = warpgroup_mma_wait(0, deps=[x])
+        gl.thread_barrier()
+        mbarrier.arrive(near_free, count=1)
+        x = gl.convert_layout(x, lay, assert_trivial=True)
+        for J in gl.static_range(4):
+            x *= gl.where(t >= 16 * J, f[J], 1.0)
+            x = mma_v2(by_col[J], block_rows(At, J, K), x)
+        rows_q = widen(transposed(keep_rows, lay))
+        from_q = rows_q * x
+        dG += from_q
+        along = over_channels(of_both_rows(from_q), lay)
+        norm = by_token(q_norm, lay)
+        rise = widen(transposed(keep_rise, lay))
+        along = gl.expand_dims(along, 0) * (norm * (1.0 / scale))
+        x = x * (norm * scale) * rise - rows_q * (reciprocal(rise) * along)
+        put(x, stage, dq + out, count, HV * K, W)
 
         # The gate.
-        dg = times_triangle(dG, triangle.permute((1, 0))) + gl.expand_dims(last, 1)
-        dz = dg * widen(w)
-        put(dz, room, dgate + out, count, HV * K, W)
+        dg = times_triangle(dG, ones.permute((1, 0))) + gl.expand_dims(last, 1)
+        dz = dg * widen(transposed(keep_slope, lay))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(far_free, count=1)
+        put(dz, stage, dgate + out, count, HV * K, W)
         gl.store(dbias_part + wide(pid) * K + channel, gl.sum(dz, 1))
         raw_gate = gl.load(gate + b * g_b + at * g_t + head * g_h + li * g_t + lc, mask=li < count, other=0.0)
-        weighted = gl.sum(widen(room.load(lines(W))) * widen(raw_gate), 1)
+        weighted = gl.sum(widen(stage.load(lines(W))) * widen(raw_gate), 1)
         gl.store(dA_part + wide(pid) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, lines(W))), weighted)
         step += 1  # noqa: SIM113
 
@@ -332,35 +372,45 @@ def gradient_kernel(
 ):  # fmt: skip
     bf16: gl.constexpr = gl.bfloat16
     W: gl.constexpr = K // 16
-    qs = gl.allocate_shared_memory(bf16, [64, K], tile(16))
-    ks = gl.allocate_shared_memory(bf16, [64, K], tile(16))
-    gs = gl.allocate_shared_memory(bf16, [64, K], tile(16))
-    hs = gl.allocate_shared_memory(bf16, [V, K], tile(16))
-    ds = gl.allocate_shared_memory(bf16, [V, K], tile(16))
-    dos = gl.allocate_shared_memory(bf16, [64, V], tile(16))
-    drs = gl.allocate_shared_memory(bf16, [64, V], tile(16))
-    us = gl.allocate_shared_memory(bf16, [V, 64], tile(16))
-    room = gl.allocate_shared_memory(bf16, [64, K], tile(16))
-    pa = gl.allocate_shared_memory(bf16, [64, 64], tile(16))
-    pat = gl.allocate_shared_memory(bf16, [64, 64], tile(16))
-    pn = gl.allocate_shared_memory(bf16, [64, 64], tile(16))
-    pnt = gl.allocate_shared_memory(bf16, [64, 64], tile(16))
-    triangle = gl.allocate_shared_memory(bf16, [64, 64], tile(16))
+    qs = gl.allocate_shared_memory(bf16, [1, 64, K], tile(16))
+    ks = gl.allocate_shared_memory(bf16, [1, 64, K], tile(16))
+    gs = gl.allocate_shared_memory(bf16, [1, 64, K], tile(16))
+    hs = gl.allocate_shared_memory(bf16, [1, V, K], tile(16))
+    ds = gl.allocate_shared_memory(bf16, [1, V, K], tile(16))
+    dos = gl.allocate_shared_memory(bf16, [1, 64, V], tile(16))
+    drs = gl.allocate_shared_memory(bf16, [1, 64, V], tile(16))
+    us = gl.allocate_shared_memory(bf16, [1, V, 64], tile(16))
+    if V == 128:
+        spare = ds._reinterpret(bf16, [2, 64, K], tile(16))
+    else:
+        spare = gl.allocate_shared_memory(bf16, [2, 64, K], tile(16))
+    if K * 64 <= V * 64:
+        third = us._reinterpret(bf16, [1, 64, K], tile(16))
+    else:
+        third = gl.allocate_shared_memory(bf16, [1, 64, K], tile(16))
+    room = gl.allocate_shared_memory(bf16, [1, 64, K], tile(16))
+    pa = gl.allocate_shared_memory(bf16, [1, 64, 64], tile(16))
+    pat = gl.allocate_shared_memory(bf16, [1, 64, 64], tile(16))
+    pn = gl.allocate_shared_memory(bf16, [1, 64, 64], tile(16))
+    pnt = gl.allocate_shared_memory(bf16, [1, 64, 64], tile(16))
+    triangle = gl.allocate_shared_memory(bf16, [1, 64, 64], tile(16))
     norms = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     i = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, lines(W))), 1)
     j = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, lines(W))), 0)
-    triangle.store(gl.where(i <= j, 1.0, 0.0).to(bf16))
+    triangle.index(0).store(gl.where(i <= j, 1.0, 0.0).to(bf16))
     raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     deep = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     raw_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    deep_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    near_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    far_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(raw, count=1)
     mbarrier.init(deep, count=1)
     mbarrier.init(raw_free, count=1)
-    mbarrier.init(deep_free, count=1)
+    mbarrier.init(near_free, count=1)
+    mbarrier.init(far_free, count=1)
     fence_async_shared()
-    buffers, signals = (qs, ks, gs, hs, ds, dos, drs, us), (raw, deep, raw_free, deep_free)
-    rooms = (room, pa, pat, pn, pnt, triangle, norms)
+    buffers, signals = (qs, ks, gs, hs, ds, dos, drs, us), (raw, deep, raw_free, near_free, far_free)
+    rooms = (spare, third, room, pa, pat, pn, pnt, triangle, norms)
     gl.warp_specialize(
         [
             (gradients, (buffers, signals, rooms, raw_gate, chunks, beta, A_log, dt_bias, dq, dk, dgate, dbeta,

@@ -199,14 +199,22 @@ def chain(
         carry = final.new_empty(panel.carries, HV, V, K)
     strides = (*v.stride()[:3], *o.stride()[:3], *initial.stride(), *final.stride())
 
-    hopper = panel.count > 0 and keep is None and on_hopper(v.device)
+    hopper = panel.count > 0 and on_hopper(v.device)
     if hopper:
-        from perilune.ops.kda import gluon_chain
+        from perilune.ops.kda import gluon_backward, gluon_chain
 
         v = copyable(v)
 
     def walk(runs: Tensor, count: int, scan: bool) -> None:
         block = min(128, K, V) if scan else panel.block
+        if hopper and keep is not None and not scan:
+            h, u = keep
+            gluon_backward.states_kernel[(count * HV, V // block)](
+                *descriptors(to, v, block), tiles(h.flatten(0, 1), block, K), tiles(u.flatten(0, 1), block, CHUNK),
+                runs, table["pieces"], chunks, initial, final, carry, *initial.stride(), *final.stride(),
+                to.decay.shape[0], panel.first, v.stride(2), HV=HV, K=K, V=V, BV=block, num_warps=block // 16,
+            )  # fmt: skip
+            return
         if hopper:
             gluon_chain.chain_kernel[(count * HV, (V + K if scan else V) // block)](
                 *descriptors(to, v, block), o, runs, table["pieces"], chunks, initial, final, carry, transfer,

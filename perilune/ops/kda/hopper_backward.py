@@ -12,7 +12,19 @@ import torch
 import triton
 from torch import Tensor
 
-from perilune.ops.kda.hopper import Problem, Workspace, by_hand, chain, copyable, prepare, rowwise, tables, tiles
+from perilune.ops.kda.decode_launch import on_hopper
+from perilune.ops.kda.hopper import (
+    Problem,
+    Workspace,
+    by_hand,
+    chain,
+    copyable,
+    descriptors,
+    prepare,
+    rowwise,
+    tables,
+    tiles,
+)
 from perilune.ops.kda.segments import CHUNK, Panel
 from perilune.ops.kda.triton_backward import gradient_kernel, pair_kernel, reverse_kernel, unit_kernel
 
@@ -64,6 +76,34 @@ class Gradients:
 @functools.lru_cache(maxsize=8)
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def reverse(
+    workspace: Workspace, panel: Panel, table: dict[str, Tensor], problem: Problem, chunks: Tensor,
+    do: Tensor, dv: Tensor, states: tuple[Tensor, Tensor, Tensor | None], d: Tensor,
+) -> None:  # fmt: skip
+    """dV of the panel and D after each of its chunks, from the gradients (after the panel, before it, of exports)."""
+    HV, K, V = problem.heads, problem.key, problem.value
+    ends, dstate, dexports = states
+    block = 64 if V == 64 or len(panel.walks) * HV * 2 <= 132 else 128
+    walks = table["ends" if ends is dstate else "given_ends"]
+    strides = (*dv.stride()[:3], *ends.stride(), *dstate.stride(), problem.tokens)
+    exports = dstate if dexports is None else dexports
+    grid = (len(panel.walks) * HV, V // block)
+    if panel.count and on_hopper(do.device):
+        from perilune.ops.kda import gluon_backward
+
+        do = copyable(do)
+        gluon_backward.reverse_kernel[grid](
+            *descriptors(workspace, do, block), tiles(d.flatten(0, 1), block, K), dv, walks, table["pieces"], chunks,
+            ends, dstate, exports, *strides, workspace.decay.shape[0], panel.first, do.stride(2),
+            HV=HV, K=K, V=V, BV=block, num_warps=block // 16,
+        )  # fmt: skip
+        return
+    reverse_kernel[grid](
+        *workspace.all(), do, dv, walks, table["pieces"], ends, dstate, exports, d, *do.stride()[:3], *strides,
+        HV=HV, K=K, V=V, BV=block, STAGES=2, num_warps=block // 16,
+    )  # fmt: skip
 
 
 def inside(
@@ -150,13 +190,7 @@ def backward(
             border = (borders[j - 1] if j else dstate[:1]).expand(len(problem.lengths), HV, K, V)
             chain(workspace, panel, table, problem, chunks, v, v, state, border, None, keep=(kept.states[0], kept.u))
         if panel.walks:
-            block = 64 if V == 64 or len(panel.walks) * HV * 2 <= 132 else 128
-            reverse_kernel[(len(panel.walks) * HV, V // block)](
-                *workspace.all(), do, grads.v, table["ends" if dfinal is None else "given_ends"], table["pieces"],
-                ends, dstate, dstate if dexports is None else dexports, kept.states[1],
-                *do.stride()[:3], *grads.v.stride()[:3], *ends.stride(), *dstate.stride(), problem.tokens,
-                HV=HV, K=K, V=V, BV=block, STAGES=2, num_warps=block // 16,
-            )  # fmt: skip
+            reverse(workspace, panel, table, problem, chunks, do, grads.v, (ends, dstate, dexports), kept.states[1])
         if panel.count:
             (inside_by_hand if hand else inside)(inputs, problem, chunks, panel, do, kept, grads)
     dA, dbias = grads.A_part.sum((0, 2)), grads.bias_part.sum(0)

@@ -19,6 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from perilune.ops.kda import (
+    gluon_backward,
     gluon_chain,
     gluon_decode,
     gluon_gradient,
@@ -124,7 +125,12 @@ def chain() -> None:
 
 def backward() -> None:
     for K, V, BV in ((128, 128, 128), (128, 128, 64), (64, 64, 64)):
-        shape = {"HV": 8, "K": K, "V": V, "BV": BV, "STAGES": 2, "i_v": 1, "f_v": 1}
+        shape = {"HV": 8, "K": K, "V": V, "BV": BV, "i_v": 1, "f_v": 1}
+        types = TYPES | copied(K, BV) | {"h": matrix(BV, K), "u": matrix(BV, 64)}
+        types |= {"d": matrix(BV, K), "outs": matrix(64, BV)}
+        build(f"gluon states K{K} V{V} block {BV}", gluon_backward.states_kernel, types, shape, BV // 16)
+        build(f"gluon reverse K{K} V{V} block {BV}", gluon_backward.reverse_kernel, types, shape, BV // 16)
+        shape["STAGES"] = 2
         build(f"reverse K{K} V{V} block {BV}", triton_backward.reverse_kernel, TYPES, shape, BV // 16, 2)
     build("pairs", triton_backward.pair_kernel, TYPES | {"dA": BF16, "dB": BF16}, {"HV": 8, "V": 128}, 4)
     build(

@@ -10,6 +10,7 @@ from ops.kda_gpu.interpreted import EXPORTS, PACKED, worst
 
 from perilune.ops.kda import (
     decode_launch,
+    gluon_backward,
     gluon_chain,
     gluon_decode,
     gluon_gradient,
@@ -23,7 +24,7 @@ from perilune.ops.kda.decode import decode
 
 def take_over() -> None:
     """Every launch of a Gluon kernel runs here, as if on a Hopper with two processors."""
-    for module in (gluon_chain, gluon_decode, gluon_gradient, gluon_prepare, gluon_token):
+    for module in (gluon_backward, gluon_chain, gluon_decode, gluon_gradient, gluon_prepare, gluon_token):
         for name, x in list(vars(module).items()):
             if name.endswith("_kernel"):
                 setattr(module, name, gluon_cpu.Kernel(x))
