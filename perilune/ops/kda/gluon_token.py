@@ -4,9 +4,9 @@
     S ← diag(d) S      u = σ(β) (v − Sᵀk)      S ← S + k uᵀ      o = Sᵀq = (dq)ᵀS_before + u (k·q)
 
 The copy of a head's state starts before anything else and lands while conv, norms and gate of the token are computed.
-Both reads of the state need only d·k and d·q, so one pass serves both; a second one updates and stores. Registers hold
-a piece of 32 rows at a time, so two to three programs fit a processor and one's copy hides another's passes.
-Where keys are contiguous a piece is 32 values of all keys, and one visit does everything.
+Both reads of the state need only d·k and d·q, so one pass serves both. Values do not touch one another: a piece of 32
+or 64 of them with all their keys is read, answered, updated and stored in one visit, and no warp waits for another.
+Two programs fit a processor, so one's copy hides the other's pieces.
 """
 
 from triton.experimental import gluon
@@ -23,14 +23,26 @@ def flat(rank):
 
 @gluon.constexpr_function
 def piece(key_first):
-    """[32,128] of the state, 16 bytes an access; a key-first warp spreads a value's keys over eight lanes only."""
-    return gl.BlockedLayout([1, 4], [4, 8] if key_first else [1, 32], [8, 1], [1, 0])
+    """A piece of the state, 16 bytes an access: [32 values,128 keys], or [128 keys,64 values].
+
+    A warp has its values whole: 4 of them spread over eight lanes, or 8, one sector a row, spread over sixteen.
+    """
+    if key_first:
+        return gl.BlockedLayout([1, 4], [4, 8], [8, 1], [1, 0])
+    return gl.BlockedLayout([1, 4], [16, 2], [1, 8], [1, 0])
 
 
 @gluon.constexpr_function
 def pieces(key_first):
-    """[n,32,128], each as `piece`."""
-    return gl.BlockedLayout([1, 1, 4], [1, 4, 8] if key_first else [1, 1, 32], [1, 8, 1], [2, 1, 0])
+    """[n,...] of them, as they are fetched: rows of 512 or 256 bytes."""
+    return gl.BlockedLayout([1, 1, 4], [1, 4, 8] if key_first else [1, 2, 16], [1, 8, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def resting(key_first, rank):
+    """Where values are contiguous, four rows that are read at once lie in different banks."""
+    order = list(range(rank))[::-1]
+    return gl.SwizzledSharedLayout(1, 1, 1, order) if key_first else gl.SwizzledSharedLayout(8, 1, 4, order)
 
 
 @gluon.jit
@@ -44,14 +56,14 @@ def add3(a0, a1, a2, b0, b1, b2):
 
 
 @gluon.jit
-def bring(room, at, stride, layout: gl.constexpr):
-    """Starts the copy of rows [n,32,F], `stride` numbers apart."""
+def bring(room, at, step, stride, layout: gl.constexpr):
+    """Starts the copy of pieces [n,rows,F], `step` numbers apart, and their rows `stride`."""
     n = gl.arange(0, room.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     i = gl.arange(0, room.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     j = gl.arange(0, room.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     n, i = gl.expand_dims(gl.expand_dims(n, 1), 2), gl.expand_dims(gl.expand_dims(i, 0), 2)
     j = gl.expand_dims(gl.expand_dims(j, 0), 1)
-    async_copy.async_copy_global_to_shared(room, at + ((n * 32 + i) * stride + j))
+    async_copy.async_copy_global_to_shared(room, at + (n * step + i * stride + j))
     async_copy.commit_group()
 
 
@@ -64,52 +76,31 @@ def keep(x):
 
 
 @gluon.jit
-def part(room, n, layout: gl.constexpr):
-    """Numbers [32n, 32n + 32) of a kept vector."""
-    room = room._reinterpret(gl.float32, [room.shape[0] // 32, 32], flat(1))
-    return room.index(n).load(gl.SliceLayout(1, layout))
+def part(room, n, parts: gl.constexpr, layout: gl.constexpr):
+    """The n-th of `parts` of a kept vector."""
+    room = room._reinterpret(gl.float32, [parts, room.shape[0] // parts], flat(1))
+    return room.index(n).load(layout)
 
 
 @gluon.jit
-def column(room, n, layout: gl.constexpr):
-    return gl.expand_dims(part(room, n, layout), 1)
+def along(room, axis: gl.constexpr, layout: gl.constexpr):
+    """A kept vector, to broadcast over the other axis."""
+    return gl.expand_dims(room.load(gl.SliceLayout(1 - axis, layout)), 1 - axis)
 
 
 @gluon.jit
-def whole(room, layout: gl.constexpr):
-    """A kept vector, a row."""
-    return gl.expand_dims(room.load(gl.SliceLayout(0, layout)), 0)
-
-
-@gluon.jit
-def by_values(room, at, stride, dq, dk, d, k, v, o, b, qk, V: gl.constexpr, layout: gl.constexpr):
-    """Pieces of 32 values: read, answer, update, store. `at` points at the piece a thread has of the first 32."""
-    o = o._reinterpret(gl.float32, [V // 32, 32], flat(1))
-    dq, dk, d, k = whole(dq, layout), whole(dk, layout), whole(d, layout), whole(k, layout)
-    for n in range(0, V // 32):
+def step(room, at, move, dq, dk, d, k, v, o, b, qk, KEYS: gl.constexpr, layout: gl.constexpr):
+    """Piece by piece: read, answer, update, store. Keys are axis KEYS; `at` is where a thread's part of the first lies."""
+    N: gl.constexpr = room.shape[0]
+    VALUES: gl.constexpr = gl.SliceLayout(KEYS, layout)
+    o = o._reinterpret(gl.float32, [N, o.shape[0] // N], flat(1))
+    dq, dk, d, k = along(dq, KEYS, layout), along(dk, KEYS, layout), along(d, KEYS, layout), along(k, KEYS, layout)
+    for n in range(0, N):
         S = room.index(n).load(layout)
-        seen, out = gl.reduce((S * dk, S * dq), 1, add2)
-        u = b * (part(v, n, layout) - seen)
+        seen, out = gl.reduce((S * dk, S * dq), KEYS, add2)
+        u = b * (part(v, n, N, VALUES) - seen)
         o.index(n).store(out + u * qk)
-        gl.store(at + n * 32 * stride, S * d + k * gl.expand_dims(u, 1))
-
-
-@gluon.jit
-def by_keys(room, at, stride, dq, dk, d, k, v, o, b, qk, K: gl.constexpr, V: gl.constexpr, layout: gl.constexpr):
-    """Pieces of 32 keys, all values each: one pass to read, one to update and store."""
-    seen = gl.zeros((32, V), gl.float32, layout)
-    out = seen
-    for n in range(0, K // 32):
-        S = room.index(n).load(layout)
-        seen += S * column(dk, n, layout)
-        out += S * column(dq, n, layout)
-    seen, out = gl.reduce((seen, out), 0, add2)
-    u = b * (v.load(gl.SliceLayout(0, layout)) - seen)
-    o.store(out + u * qk)
-    u = gl.expand_dims(u, 0)
-    for n in range(0, K // 32):
-        S = room.index(n).load(layout) * column(d, n, layout) + column(k, n, layout) * u
-        gl.store(at + n * 32 * stride, S)
+        gl.store(at + n * move, S * d + k * gl.expand_dims(u, KEYS))
 
 
 @gluon.jit
@@ -123,8 +114,9 @@ def decode_kernel(
     HV: gl.constexpr = H * GROUP
     line: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     tile: gl.constexpr = piece(KEY_FIRST)
-    CUT: gl.constexpr = V if KEY_FIRST else K  # the axis in pieces of 32
-    LONG: gl.constexpr = K if KEY_FIRST else V  # the contiguous one
+    ROWS: gl.constexpr = 32 if KEY_FIRST else K  # of a piece
+    LONG: gl.constexpr = K if KEY_FIRST else 64
+    N: gl.constexpr = K * V // (ROWS * LONG)
     row, key_head = (gl.program_id(0) // H).to(gl.int64), gl.program_id(0) % H
     c, e = gl.arange(0, K, layout=line), gl.arange(0, V, layout=line)
     slot = gl.load(slots + row * slot_r).to(gl.int64)
@@ -133,12 +125,13 @@ def decode_kernel(
             at = (row * HV + key_head * GROUP + j) * V
             gl.store(o + at + e, gl.zeros((V,), o.dtype.element_ty, line))
         return
-    room = gl.allocate_shared_memory(gl.float32, [CUT // 32, 32, LONG], flat(3))
-    by_piece = room._reinterpret(gl.float32, [CUT // 32, 32, LONG], flat(2))
+    room = gl.allocate_shared_memory(gl.float32, [N, ROWS, LONG], resting(KEY_FIRST, 3))
+    by_piece = room._reinterpret(gl.float32, [N, ROWS, LONG], resting(KEY_FIRST, 2))
     room_o = gl.allocate_shared_memory(gl.float32, [V], flat(1))
-    i = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(1, tile)), 1)
+    i = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, tile)), 1)
     j = gl.expand_dims(gl.arange(0, LONG, layout=gl.SliceLayout(0, tile)), 0)
     stride = s_v if KEY_FIRST else s_k
+    move = 32 * s_v if KEY_FIRST else 64
     qc = key_head * K + c
     kc = H * K + qc
     x += row * x_r
@@ -148,7 +141,7 @@ def decode_kernel(
     for g in gl.static_range(GROUP):
         head = key_head * GROUP + g
         sp = state + (slot * s_n + head * s_h)
-        bring(room, sp, stride, pieces(KEY_FIRST))
+        bring(room, sp, move, stride, pieces(KEY_FIRST))
         vc = 2 * H * K + head * V + e
         v_tail = tail + 2 * t_p + head * t_v + e * t_c
         q0, q1, q2 = history(q_tail, t_w)
@@ -174,12 +167,8 @@ def decode_kernel(
             remember(k_tail, t_w, k1, k2, xk)
         async_copy.wait_group(0)
         gl.thread_barrier()
-        if KEY_FIRST:
-            by_values(by_piece, sp + (i * stride + j), stride, kept[0], kept[1], kept[2], kept[3], kept[4],
-                      room_o, b, qk, V, tile)  # fmt: skip
-        else:
-            by_keys(by_piece, sp + (i * stride + j), stride, kept[0], kept[1], kept[2], kept[3], kept[4],
-                    room_o, b, qk, K, V, tile)  # fmt: skip
+        step(by_piece, sp + (i * stride + j), move, kept[0], kept[1], kept[2], kept[3], kept[4],
+             room_o, b, qk, 1 if KEY_FIRST else 0, tile)  # fmt: skip
         gl.thread_barrier()
         y = room_o.load(line)
         y *= gl.rsqrt(gl.sum(y * y, 0) / V + eps) * weight * sigmoid(y_gate)
