@@ -54,6 +54,12 @@ def find_state(initial, final, carry, kind, index, head, i_n, i_h, i_k, i_v, f_n
 
 
 @gluon.jit
+def settled():
+    """Waits for the end of the kernel before, where this one was launched ahead of it."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def bring(rows, squares, decays, values, buffers, signals, chunks, pieces, runs, total, first, v_h,
           HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SCAN: gl.constexpr):  # fmt: skip
     """The warp that starts all copies: two chunks ahead what a chunk needs at once, one ahead the rest."""
@@ -69,6 +75,7 @@ def bring(rows, squares, decays, values, buffers, signals, chunks, pieces, runs,
     chunk = gl.load(pieces + 4 * piece + 2, mask=some, other=0)
     count = gl.load(pieces + 4 * last - 2, mask=some, other=0) - chunk
     count += (gl.load(pieces + 4 * last - 3, mask=some, other=0) + 63) // 64
+    settled()
     for step in range(-2, count):
         if step >= 0:
             mbarrier.wait(free.index(step & 1), (step >> 1) & 1)

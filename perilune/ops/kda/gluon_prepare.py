@@ -382,6 +382,14 @@ def decays(z, slope, bias, unit):
 
 
 @gluon.jit
+def let_next_start():
+    """The chain may take processors as they fall free; it waits for the factors itself (`gluon_chain.settled`)."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def prepare_kernel(
     q, k, gate, beta, A_log, dt_bias, chunks,
     kd, qd, kr, p, aqk, decay,
@@ -396,7 +404,8 @@ def prepare_kernel(
     plain3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     slim: gl.constexpr = gl.SliceLayout(1, thin)
-    pid = gl.program_id(0)
+    let_next_start()
+    pid = gl.num_programs(0) - 1 - gl.program_id(0)  # last chunks first: the chain finds its first ones in the cache
     chunk, head = pid // HV + first, (pid % HV).to(gl.int64)
     pid = pid.to(gl.int64)
     start = gl.load(chunks + 2 * chunk)

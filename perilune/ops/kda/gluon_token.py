@@ -90,7 +90,7 @@ def along(room, axis: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def step(room, at, move, dq, dk, d, k, v, o, b, qk, KEYS: gl.constexpr, layout: gl.constexpr):
-    """Piece by piece: read, answer, update, store. Keys are axis KEYS; `at` is where a thread's part of the first lies."""
+    """Piece by piece: read, answer, update, store. Keys are axis KEYS; a thread's part of the first lies `at`."""
     N: gl.constexpr = room.shape[0]
     VALUES: gl.constexpr = gl.SliceLayout(KEYS, layout)
     o = o._reinterpret(gl.float32, [N, o.shape[0] // N], flat(1))

@@ -57,6 +57,15 @@ class Problem:
         return plan(self.lengths, self.exports, shape, limit=self.limit, segments=self.segments)
 
 
+def longest_first(panel: Panel, rows: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Runs or walks (rows that begin with a first and a last piece) by chunks, so that none is left to end alone."""
+
+    def chunks(row: tuple[int, ...]) -> int:
+        return sum(-(-panel.pieces[p][1] // CHUNK) for p in range(row[0], row[1]))
+
+    return sorted(rows, key=chunks, reverse=True)
+
+
 @functools.lru_cache(maxsize=64)
 def tables(problem: Problem, has_state: bool, device: torch.device) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """The plan's tables on the device: one copy for all, then views."""
@@ -66,7 +75,8 @@ def tables(problem: Problem, has_state: bool, device: torch.device) -> tuple[Ten
         later = {run[3] for run in made.panels[j + 1].runs if run[2] == FINAL} if j + 1 < len(made.panels) else set()
         ends = [(*w[:2], FINAL if w[2] in later else ZERO, w[2]) for w in panel.walks]
         given = [(*w[:2], FINAL if w[2] in later else INITIAL, w[2]) for w in panel.walks]
-        parts += [panel.pieces, panel.scans, panel.merges, panel.runs, ends, given]  # type: ignore[list-item]
+        walked = [longest_first(panel, rows) for rows in (panel.runs, ends, given)]
+        parts += [panel.pieces, panel.scans, panel.merges, *walked]  # type: ignore[list-item]
     flat = torch.tensor([x for part in parts for row in part for x in row], dtype=torch.int32).to(device)
     sizes = [sum(len(row) for row in part) for part in parts]
     views = flat.split(sizes)
@@ -207,12 +217,14 @@ def chain(
 
     def walk(runs: Tensor, count: int, scan: bool) -> None:
         block = min(128, K, V) if scan else panel.block
+        # Launched before the factors are done, where no merge comes in between.
+        options = {"num_warps": block // 16, "launch_pdl": scan or not panel.scans}
         if hopper and keep is not None and not scan:
             h, u = keep
             gluon_backward.states_kernel[(count * HV, V // block)](
                 *descriptors(to, v, block), tiles(h.flatten(0, 1), block, K), tiles(u.flatten(0, 1), block, CHUNK),
                 runs, table["pieces"], chunks, initial, final, carry, *initial.stride(), *final.stride(),
-                to.decay.shape[0], panel.first, v.stride(2), HV=HV, K=K, V=V, BV=block, num_warps=block // 16,
+                to.decay.shape[0], panel.first, v.stride(2), HV=HV, K=K, V=V, BV=block, **options,
             )  # fmt: skip
             return
         if hopper:
@@ -220,7 +232,7 @@ def chain(
                 *descriptors(to, v, block), o, runs, table["pieces"], chunks, initial, final, carry, transfer,
                 final if exports is None else exports, *o.stride()[:3], *initial.stride(), *final.stride(),
                 problem.tokens, to.decay.shape[0], panel.first, v.stride(2),
-                HV=HV, K=K, V=V, BV=block, SCAN=scan, num_warps=block // 16,
+                HV=HV, K=K, V=V, BV=block, SCAN=scan, **options,
             )  # fmt: skip
             return
         chain_kernel[(count * HV, (V + K if scan else V) // block)](

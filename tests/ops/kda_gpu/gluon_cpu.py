@@ -239,6 +239,8 @@ def reduce(xs: tuple[Value, ...], axis: int, combine: Callable) -> tuple[Value, 
 
 
 def assembly(text: str, constraints: str, arguments: list[Value], dtype: Any, **_: Any) -> Value:
+    if not arguments:  # control of launches
+        return Value(0)
     (x,) = arguments
     for sign, act in {"ex2": torch.exp2, "rcp": torch.reciprocal, "shl": Tensor.float, "cvt.rn": Tensor.float}.items():
         if sign in text:
