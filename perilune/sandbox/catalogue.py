@@ -132,6 +132,11 @@ class Catalogue:
             record.id, record.phase, record.created, dump(record),
         )  # fmt: skip
 
+    def claim(self, record: Record, before: Phase, owner: int) -> bool:
+        """Replace it, provided that it is in the phase `before` of that owner still: of two processes one does."""
+        query = "UPDATE sandboxes SET phase=?, data=? WHERE id=? AND phase=? AND json_extract(data, '$.owner')=?"
+        return bool(self._rows(f"{query} RETURNING 1", record.phase, dump(record), record.id, before, owner))
+
     def get(self, identity: str) -> Record:
         """NotFound when there is none."""
         rows = self._rows("SELECT data FROM sandboxes WHERE id=?", identity)

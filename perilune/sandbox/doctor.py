@@ -66,6 +66,7 @@ def examine(home: Path) -> list[Finding]:
     """Everything, in the order in which to fix it."""
     version = limits.version()
     cgroups = {2: "version 2", 1: "version 1"}.get(version, "not writable: only QEMU's own limits hold")
+    rates = limits.io(_existing(home))
     tap, free = Path("/dev/net/tun").exists(), guard.free_mb(_existing(home))
     return [
         _qemu(),
@@ -76,6 +77,7 @@ def examine(home: Path) -> list[Finding]:
         _guest(home),
         *_accelerator(),
         Finding("cgroups", version > 0, cgroups),
+        Finding("disk rates", True, f"the kernel's {rates}, and QEMU's own" if rates else "QEMU's own"),
         Finding(
             "tap", tap, "/dev/net/tun" if tap else "absent: sandboxes have no network", "" if tap else "modprobe tun"
         ),

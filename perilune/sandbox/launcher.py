@@ -56,6 +56,7 @@ class Launcher:
         try:
             fill = self._exchange if spare.snapshot else self._fill
             before, spare.top = spare.top, new_layer(self.store, self.store.layers / snapshot.top)
+            spare.claim()
             stored = stored or self.store.open_memory(snapshot)  # checked while QEMU starts
             _ = spare.machine.qmp  # it has started, and so mapped its memory
             filling = self.threads.submit(fill, spare, stored)

@@ -1,7 +1,12 @@
-"""Limits that the host's kernel enforces on a VMM process: cgroup v2, or v1's separate hierarchies, or none."""
+"""Limits that the host's kernel enforces on a VMM process: cgroup v2, or v1's separate hierarchies, or none.
+
+Memory and CPU hold from the start; the disk's rates when a sandbox asks for some. Of these the kernel sees what leaves
+the page cache (version 1: only reads and direct writes), QEMU what the guest asks for: where there are both, both hold.
+"""
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from pathlib import Path
@@ -20,6 +25,9 @@ def version() -> int:
             for folder in (ROOT, ROOT / NAME):
                 (folder / "cgroup.subtree_control").write_text("+cpu +memory +pids")
             (ROOT / NAME / "cpu.weight").write_text("1600")  # all sandboxes together weigh as much as 16 processes
+            with contextlib.suppress(OSError):
+                for folder in (ROOT, ROOT / NAME):
+                    (folder / "cgroup.subtree_control").write_text("+io")
             return 2
     except OSError:
         pass
@@ -30,6 +38,25 @@ def version() -> int:
         return 1
     except OSError:
         return 0
+
+
+def device(path: Path) -> str:
+    """ "major:minor" of the whole disk that holds `path`; empty when no block device does (overlay, tmpfs)."""
+    number = path.stat().st_dev
+    known = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    if (known / "partition").exists():
+        known = known.parent
+    return (known / "dev").read_text().strip() if (known / "dev").exists() else ""
+
+
+def io(home: Path) -> str:
+    """How rates of the disk under `home` are limited: "io.max", "blkio.throttle", or empty where only QEMU can."""
+    if not device(home):
+        return ""
+    if version() == 2:
+        return "io.max" if "io" in (ROOT / NAME / "cgroup.subtree_control").read_text().split() else ""
+    known = version() == 1 and (ROOT / "blkio" / "blkio.throttle.read_bps_device").exists()
+    return "blkio.throttle" if known else ""
 
 
 class Group:
@@ -43,6 +70,9 @@ class Group:
             self.folders = {
                 key: ROOT / key / NAME / name for key in ("memory", "cpu", "freezer") if (ROOT / key).is_dir()
             }
+            self._throttle = ROOT / "blkio" / NAME / name  # joined only by who has rates: each costs a grace period
+            if self._throttle.is_dir():
+                self.folders["blkio"] = self._throttle
         else:
             self.folders = {}
         for folder in set(self.folders.values()):
@@ -59,6 +89,23 @@ class Group:
         else:
             self._put("cpu", "cpu.cfs_period_us", str(_PERIOD))
             self._put("cpu", "cpu.cfs_quota_us", str(quota))
+
+    def limit_io(self, where: Path, pid: int, bytes_per_second: int, operations_per_second: int) -> None:
+        """Most that `pid` may read, and may write, on the disk that holds `where`; 0 means no limit."""
+        disk = device(where)
+        match io(where):
+            case "io.max":
+                rates = (("bps", bytes_per_second), ("iops", operations_per_second))
+                limits = " ".join(f"{way}{unit}={most or 'max'}" for unit, most in rates for way in "rw")
+                self._put("memory", "io.max", f"{disk} {limits}")
+            case "blkio.throttle":
+                self._throttle.mkdir(parents=True, exist_ok=True)
+                self.folders["blkio"] = self._throttle
+                for unit, most in (("bps", bytes_per_second), ("iops", operations_per_second)):
+                    for way in ("read", "write"):
+                        self._put("blkio", f"blkio.throttle.{way}_{unit}_device", f"{disk} {most}")
+                with contextlib.suppress(OSError):
+                    (self._throttle / "cgroup.procs").write_text(str(pid))
 
     def _put(self, controller: str, file: str, value: str) -> None:
         if controller in self.folders:

@@ -49,9 +49,10 @@ class Live:
 
     def limit(self) -> None:
         """Give the disk the rates that the record asks for."""
-        rates = self.record.rates
-        if rates.bytes_per_second or rates.operations_per_second:
-            self.machine.set_rates(rates.bytes_per_second, rates.operations_per_second)
+        asked = self.record.rates.bytes_per_second, self.record.rates.operations_per_second
+        if any(asked):
+            self.machine.set_rates(*asked)
+            self.group.limit_io(self.top, self.machine.pid, *asked)
 
     def plug(self, home: Path) -> str:
         """Give the guest the network that its record asks for; returns its address plan, empty for none."""
@@ -107,6 +108,11 @@ class Spare:
     group: Group
     top: Path | None = None
     snapshot: str = ""
+
+    def claim(self) -> None:
+        """What `Upkeep.collect` of any process leaves alone, until a record names it or the machine's folder goes."""
+        assert self.top is not None
+        (self.machine.agent_socket.parent / "holds").write_text(f"{self.base.name} {self.top.name}")
 
     def discard(self) -> None:
         """Not needed after all."""

@@ -79,8 +79,6 @@ class Pool:
         for spare in sorted(spares, key=lambda s: s.snapshot != snapshot.id):
             spares.remove(spare)
             if spare.machine.state != "gone":
-                if spare.top:
-                    spare.top.touch()  # young for `Upkeep.collect`, until the record of whoever takes it names it
                 return spare
             spare.discard()
         return None
@@ -106,8 +104,12 @@ class Pool:
     def _next(self) -> Snapshot | None:
         """For what to make a spare."""
         for snapshot, count in self._wants.values():
-            held = [s for s in self._spares[kind_of(snapshot)] if s.snapshot in ("", snapshot.id)]
-            if len(held) < count:
+            spares = self._spares[kind_of(snapshot)]
+            if self.launcher.qemu.jail:  # none holds a guest yet: each serves whoever comes first
+                held, count = len(spares), sum(c for s, c in self._wants.values() if kind_of(s) == kind_of(snapshot))
+            else:
+                held = sum(spare.snapshot == snapshot.id for spare in spares)
+            if held < count:
                 return snapshot
         for snapshot in self._recent:
             if len(self._spares[kind_of(snapshot)]) < self.follow and self._exists(snapshot):
@@ -131,7 +133,9 @@ class Pool:
                     continue
             try:
                 self._make(snapshot)
-            except (SandboxError, OSError):  # no room or no QEMU: the caller who needs a machine hears of it
+            except Exception as error:
+                if not isinstance(error, (SandboxError, OSError)):  # no room or no QEMU: whoever needs one hears of it
+                    _log.exception("a spare could not be made")
                 with self._changed:
                     self._changed.wait(1.0)
 
@@ -165,11 +169,6 @@ class Pool:
         """End the spares that were made unasked."""
         for snapshot in list(self._recent):
             self.drop(snapshot.id)
-
-    def held(self) -> list[tuple[str, str]]:
-        """(memory base, disk layer) of every spare."""
-        with self._changed:
-            return [(s.base.name, s.top.name if s.top else "") for group in self._spares.values() for s in group]
 
     def close(self) -> None:
         """End every spare."""

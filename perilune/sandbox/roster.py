@@ -34,6 +34,13 @@ class Roster:
         live = self.lives.get(identity)
         return live.record if live else self.catalogue.get(identity)
 
+    def claim(self, record: Record, phase: Phase) -> None:
+        """From now on it is ours, in that phase; Conflict when another process was faster."""
+        before, owner = record.phase, record.owner
+        record.phase, record.owner, record.owner_started = phase, os.getpid(), started_at(os.getpid()) or 0
+        if not self.catalogue.claim(record, before, owner):
+            raise Conflict(f"sandbox {record.id} was taken by another process just now")
+
     def records(self) -> list[Record]:
         """All sandboxes, newest first."""
         return self.catalogue.all()
@@ -48,21 +55,30 @@ class Roster:
 
     def awake(self, identity: str) -> Live:
         """The running sandbox, adopted if need be; Conflict or MachineLost, never a resume."""
-        live = self.lives.get(identity)
-        if live and live.record.phase is Phase.RUNNING:
-            if live.agent.lost:
-                self.mark_lost(live)
-            elif live.stalled:
-                raise live.still
-            else:
-                return live
+        live = self._driven(identity)
+        if live:
+            return live
         with self.lock(identity):
+            live = self._driven(identity)  # another thread may just have resumed it
+            if live:
+                return live
             record = self.record(identity)
             if record.phase is Phase.RUNNING:
                 return self._adopt(record)
             if record.phase is Phase.LOST:
                 raise MachineLost(f"sandbox {identity} is lost: {record.fault}")
         raise Conflict(f"sandbox {identity} is {record.phase}, not running")
+
+    def _driven(self, identity: str) -> Live | None:
+        """The running sandbox, if this process drives it already."""
+        live = self.lives.get(identity)
+        if live is None or live.record.phase is not Phase.RUNNING:
+            return None
+        if live.agent.lost:
+            self.mark_lost(live)
+        elif live.stalled:
+            raise live.still
+        return live
 
     def mark_lost(self, live: Live) -> None:
         """Its machine died under us: say so once, and clean up."""
@@ -88,7 +104,8 @@ class Roster:
 
     @contextlib.contextmanager
     def starting(self, record: Record) -> Iterator[None]:
-        """The record exists from now on, and not any more when what follows fails."""
+        """The record exists from now on, as ours, and not any more when what follows fails."""
+        record.owner, record.owner_started = os.getpid(), started_at(os.getpid()) or 0
         self.catalogue.put(record)
         try:
             yield
@@ -105,9 +122,15 @@ class Roster:
         self.lives[record.id] = live
         self.catalogue.put(record)
 
-    def _adopt(self, record: Record) -> Live:
-        if alive(record.owner, record.owner_started) and record.owner != os.getpid():
+    @staticmethod
+    def check_owner(record: Record) -> None:
+        """Conflict when another process that lives drives the sandbox."""
+        busy = record.phase in (Phase.CREATING, Phase.RUNNING, Phase.RESUMING)
+        if busy and record.owner != os.getpid() and alive(record.owner, record.owner_started):
             raise Conflict(f"sandbox {record.id} is driven by process {record.owner}; ask that one (its HTTP API)")
+
+    def _adopt(self, record: Record) -> Live:
+        self.check_owner(record)
         if not alive(record.pid, record.pid_started):
             record.phase, record.fault = Phase.LOST, "its machine ended while no runtime watched it"
             self.catalogue.put(record)

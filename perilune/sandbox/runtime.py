@@ -32,6 +32,7 @@ from perilune.sandbox.vmm import accel, qemu
 from perilune.sandbox.vmm.driver import Platform
 from perilune.sandbox.vmm.zygote import Zygote
 
+_ASLEEP = (Phase.PAUSED, Phase.RESUMING)  # the latter when whoever resumed it was killed half-way
 _AT_ONCE = 8  # children that start; more only get in each other's way
 
 
@@ -60,7 +61,7 @@ class Runtime(Roster):
         self.guard = guard or Guard()
         self.pool = Pool(launcher, warm)
         self.lingering = linger.Lingering(linger_s)
-        self.upkeep = Upkeep(store, self.catalogue, self.pool, self.lock)
+        self.upkeep = Upkeep(store, self.catalogue, self.lock)
         self._agents: dict[str, Agent] = {}  # of paused sandboxes: streams that go on after the resume
         self._starting = 0
         self.upkeep.recover()
@@ -71,7 +72,7 @@ class Runtime(Roster):
         otherwise."""
         with contextlib.suppress(NotFound):
             record = self.record(identity)
-            if record.phase is Phase.PAUSED and record.auto_resume:
+            if record.phase in _ASLEEP and record.auto_resume:
                 with self.lock(identity), contextlib.suppress(Conflict):
                     return self.resume(identity, 300.0)
         return self.awake(identity)
@@ -158,34 +159,35 @@ class Runtime(Roster):
         """Paused (or, with `recover`, lost: from its last pause) to running. `reboot` starts from the disk alone."""
         with self.lock(identity):
             record = self.record(identity)
-            allowed = (Phase.PAUSED, Phase.LOST) if recover else (Phase.PAUSED,)
-            if record.phase not in allowed:
+            self.check_owner(record)
+            if record.phase not in ((*_ASLEEP, Phase.LOST) if recover else _ASLEEP):
                 raise Conflict(f"sandbox {identity} is {record.phase}, not paused")
             if not record.snapshot:
                 raise NotFound(f"sandbox {identity} was never paused: there is nothing to resume")
-            kept = self.lingering.take(identity)
+            kept, before = self.lingering.take(identity), record.phase
+            self.claim(record, Phase.RESUMING)
             if kept and (reboot or not self._go_on(kept, record)):
                 linger.end(kept)
                 kept = None
-            live = kept or self._resume(record, reboot)
+            live = kept or self._resume(record, before, reboot)
             live.record.end = ending(timeout)
             self.started(live)
             return live
 
-    def _resume(self, record: Record, reboot: bool) -> Live:
-        self.admit(1)
-        snapshot = self.store.read(record.snapshot)
-        self.store.check(snapshot, self.platform)
-        before, record.phase = record.phase, Phase.RESUMING
-        agent = self._agents.pop(record.id, None) if before is Phase.PAUSED else None
-        if reboot:
-            snapshot = replace(snapshot, mode="disk")
-            if agent:
-                agent.close(Conflict("the sandbox was rebooted; its processes are gone"))
+    def _resume(self, record: Record, before: Phase, reboot: bool) -> Live:
         try:
+            self.admit(1)
+            snapshot = self.store.read(record.snapshot)
+            self.store.check(snapshot, self.platform)
+            agent = self._agents.pop(record.id, None) if before is Phase.PAUSED else None
+            if reboot:
+                snapshot = replace(snapshot, mode="disk")
+                if agent:
+                    agent.close(Conflict("the sandbox was rebooted; its processes are gone"))
             return self._restore(snapshot, record, agent)
         except BaseException:
             record.phase = before
+            self.catalogue.put(record)
             raise
 
     def _go_on(self, kept: Live, record: Record) -> bool:
@@ -202,7 +204,7 @@ class Runtime(Roster):
         """Running with at least `timeout` seconds left; (record, whether it had to be resumed)."""
         with self.lock(identity):
             record = self.record(identity)
-            if record.phase is Phase.PAUSED:
+            if record.phase in _ASLEEP:
                 return self.resume(identity, timeout, reboot=reboot).record, True
             live = self.live(identity)
             if timeout is None or (live.record.end is not None and live.record.end < time.time() + timeout):
@@ -262,9 +264,10 @@ class Runtime(Roster):
     # ---- ending ----
 
     def kill(self, identity: str) -> None:
-        """End it and forget it; NotFound when there is none."""
+        """End it and forget it; NotFound when there is none, Conflict when another process drives it."""
         with self.lock(identity):
             record = self.record(identity)
+            self.check_owner(record)
             live = self.lives.pop(identity, None) or self.lingering.take(identity)
             if live is None and record.phase is Phase.RUNNING:
                 with contextlib.suppress(SandboxError, OSError):

@@ -1,6 +1,7 @@
 """What happens to sandboxes by the clock: timeouts, machines that linger, guests that met a full host disk."""
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -9,9 +10,11 @@ from typing import Protocol
 from perilune.sandbox.catalogue import Phase
 from perilune.sandbox.errors import MachineLost, SandboxError
 from perilune.sandbox.guard import free_mb
+from perilune.sandbox.live import Live
 from perilune.sandbox.roster import Roster
 
 _EVERY_S = 0.25
+_log = logging.getLogger(__name__)
 
 
 class Keeper(Protocol):
@@ -40,14 +43,25 @@ class Clock:
 
     def _run(self) -> None:
         while not self._closed.wait(_EVERY_S):
-            now = time.time()
-            self._watch_disk()
-            self._more()
+            self._try(self._watch_disk)
+            self._try(self._more)
             for live in list(self._roster.lives.values()):
-                live.machine.trim()
-                if live.record.phase is Phase.RUNNING and live.record.end is not None and live.record.end <= now:
-                    with contextlib.suppress(SandboxError, OSError):
-                        self._expire(live.record.id)
+                self._try(lambda live=live: self._look(live))  # type: ignore[misc]
+
+    @staticmethod
+    def _try(work: Callable[[], object]) -> None:
+        """Whatever goes wrong with one sandbox, the next one's timeout must strike."""
+        try:
+            work()
+        except (SandboxError, OSError):
+            pass
+        except Exception:
+            _log.exception("the clock went on after a failure")
+
+    def _look(self, live: Live) -> None:
+        live.machine.trim()
+        if live.record.phase is Phase.RUNNING and live.record.end is not None and live.record.end <= time.time():
+            self._expire(live.record.id)
 
     def _watch_disk(self) -> None:
         """A guest that writes to a full host disk is stopped by QEMU, in the middle of what it does. It goes on when

@@ -13,9 +13,9 @@ from pathlib import Path
 from perilune.sandbox.catalogue import Catalogue, Phase
 from perilune.sandbox.errors import NotFound, SandboxError, SnapshotCorrupt
 from perilune.sandbox.files import remove
+from perilune.sandbox.limits import Group
 from perilune.sandbox.network import namespaces, prefix
 from perilune.sandbox.network import remove as remove_namespace
-from perilune.sandbox.pool import Pool
 from perilune.sandbox.snapshot import Store
 from perilune.sandbox.vmm.child import Child, alive
 
@@ -29,7 +29,6 @@ class Upkeep:
 
     store: Store
     catalogue: Catalogue
-    pool: Pool
     lock: Callable[[str], AbstractContextManager[object]]
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "perilune-upkeep"))
 
@@ -91,7 +90,7 @@ class Upkeep:
         records, old = self.catalogue.all(), time.time() - grace_s
         kept = {identity for identity, *_ in self.catalogue.kept()} | {r.snapshot for r in records}
         gone = [p for p in self.store.snapshots.iterdir() if p.name not in kept and _older(p, old)]
-        held = self.pool.held() + [(r.base, r.top) for r in records]
+        held = [(r.base, r.top) for r in records] + [_held(folder) for folder in self.store.run.iterdir()]
         needed: set[str] = set().union(*({base} | self._chain(top) for base, top in held))
         needed = needed.union(*(self._needs(i) for i in set(self.store.ids()) - {path.name for path in gone}))
         for folder in (self.store.layers, self.store.memory):
@@ -112,6 +111,9 @@ class Upkeep:
                 continue
             if record.phase in (Phase.CREATING, Phase.KILLED):
                 self.catalogue.drop(record.id)
+            elif record.phase is Phase.RESUMING:  # its pause is whole as long as it has not run again
+                record.phase = Phase.PAUSED
+                self.catalogue.put(record)
             elif record.phase is not Phase.PAUSED and not alive(record.pid, record.pid_started):
                 record.phase, record.fault = Phase.LOST, "its machine ended while no runtime watched it"
                 self.catalogue.put(record)
@@ -138,6 +140,15 @@ def _owned(folder: Path) -> bool:
         return not _older(folder, time.time() - 5)
 
 
+def _held(folder: Path) -> tuple[str, str]:
+    """(memory base, disk layer) of a machine, whichever process drives it."""
+    try:
+        base, top = (folder / "holds").read_text().split()
+    except (OSError, ValueError):
+        return "", ""
+    return base, top
+
+
 def _older(path: Path, than: float) -> bool:
     try:
         return path.stat().st_mtime < than
@@ -147,10 +158,11 @@ def _older(path: Path, than: float) -> bool:
 
 def _end_machine(folder: Path) -> None:
     """A machine that no record knows: end it by its id, and remove its folder. Forked as it was, it has no command line
-    of its own; its output goes to its folder."""
+    of its own; its output goes to its folder. Its cgroup bears the folder's name."""
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with contextlib.suppress(OSError):
                 if os.readlink(process / "fd" / "1").startswith(f"{folder}/"):  # noqa: PTH115
                     Child(int(process.name)).kill()
+    Group(folder.name).remove()
     remove(folder)

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from perilune.sandbox import Guard, Network, Runtime, Sandbox, SandboxError
+from perilune.sandbox import Guard, Network, Runtime, Sandbox, SandboxError, limits
 from perilune.sandbox.catalogue import Phase
 from perilune.sandbox.errors import Conflict, DiskFull, GuestError, OutOfCapacity
 from perilune.sandbox.network import namespaces, prefix
@@ -92,6 +94,7 @@ def test_a_server_killed_at_any_instant_loses_nothing(runtime: Runtime, seed: in
     time.sleep(random.Random(seed).uniform(0.5, 3.0))
     server.kill()
     last = int((server.communicate()[0].split() or ["0"])[-1])
+    machines = {machine.name for machine in runtime.store.run.iterdir()}
     runtime.upkeep.recover()
     record = runtime.catalogue.get(identity)
     box = Sandbox(runtime, identity)
@@ -102,6 +105,8 @@ def test_a_server_killed_at_any_instant_loses_nothing(runtime: Runtime, seed: in
     kept = {int(entry.name) for entry in box.files.list("/root") if entry.name.isdigit()}
     assert set(range(last)) <= kept  # everything that was acknowledged before the last step
     box.kill()
+    assert list(runtime.store.run.iterdir()) == []
+    assert not machines & {path.name for path in limits.ROOT.glob(f"**/{limits.NAME}/*")}  # no cgroup stays
 
 
 @pytest.mark.soak
@@ -224,8 +229,89 @@ def test_fifty_cycles_lose_nothing(runtime: Runtime) -> None:
 
 def test_signals_reach_the_group(runtime: Runtime) -> None:
     with Sandbox.create(runtime=runtime) as box:
-        process = box.commands.start("trap 'echo term; exit 5' TERM; sleep 100 & wait")
-        time.sleep(0.5)
+        process = box.commands.start("trap 'echo term; exit 5' TERM; touch /tmp/set; sleep 100 & wait")
+        while not box.files.exists("/tmp/set"):
+            time.sleep(0.05)
         process.kill(signal.SIGTERM)
         result = process.wait(20)
         assert (result.stdout, result.exit_code) == ("term\n", 5)
+
+
+KILLER = """
+import sys
+from pathlib import Path
+from perilune.sandbox import Runtime
+from perilune.sandbox.errors import Conflict
+other = Runtime(Path(sys.argv[1]))
+for act in (other.kill, other.pause, other.resume, other.fork):
+    try:
+        act(sys.argv[2])
+    except Conflict as error:
+        print(error)
+other.upkeep.collect(0)
+other.release()
+"""
+
+
+def test_another_live_processs_sandbox_is_not_touched(runtime: Runtime) -> None:
+    with Sandbox.create(runtime=runtime) as box:
+        box.files.write("/dev/shm/kept", "yes")
+        environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+        command = [sys.executable, "-c", KILLER, str(runtime.home), box.id]
+        said = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+        assert (
+            said.splitlines()
+            == [f"sandbox {box.id} is driven by process {os.getpid()}; ask that one (its HTTP API)"] * 4
+        )
+        assert box.files.read_text("/dev/shm/kept") == "yes"
+        box.pause()
+        box.resume()
+        assert box.files.read_text("/dev/shm/kept") == "yes"
+
+
+def test_of_two_processes_one_resumes(runtime: Runtime) -> None:
+    with Sandbox.create(runtime=runtime) as box:
+        box.pause()
+        record = box.record
+        assert runtime.catalogue.claim(replace(record, owner=1), Phase.PAUSED, record.owner)  # the other was faster
+        with pytest.raises(Conflict, match="taken by another process"):
+            runtime.claim(record, Phase.RESUMING)
+        runtime.catalogue.put(
+            replace(record, phase=Phase.RESUMING, owner=1, owner_started=1)
+        )  # and was killed half-way
+        runtime.upkeep.recover()
+        assert box.record.phase is Phase.PAUSED
+        runtime.catalogue.put(replace(record, phase=Phase.RESUMING, owner=1, owner_started=1))
+        box.resume()
+        assert box.commands.run("echo on").stdout == "on\n"
+
+
+def test_two_threads_that_wait_for_a_resume_get_the_same_machine(runtime: Runtime) -> None:
+    with Sandbox.create(runtime=runtime, auto_resume=True) as box:
+        for _ in range(3):
+            box.pause()
+            with ThreadPoolExecutor(4) as threads:
+                lives = list(threads.map(lambda _: runtime.live(box.id), range(4)))
+            assert len({id(live) for live in lives}) == 1
+
+
+def test_the_clock_and_the_pool_go_on_after_what_nobody_foresaw(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticks, makes = [], []
+
+    def fail(made: list[int]) -> None:
+        made.append(1)
+        if len(made) < 3:
+            raise ValueError("nobody foresaw this")
+
+    monkeypatch.setattr(runtime._clock, "_more", lambda: fail(ticks))
+    make = runtime.pool._make
+    monkeypatch.setattr(runtime.pool, "_make", lambda snapshot: (fail(makes), make(snapshot)))
+    runtime.pool.want(runtime.resolve("base"), 1)
+    assert runtime.pool.ready(20) and len(makes) == 3
+    until = time.monotonic() + 10
+    while len(ticks) < 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(ticks) >= 4 and caplog.text.count("nobody foresaw this") >= 4
+    runtime.pool.drop(runtime.resolve("base").id)

@@ -1,6 +1,5 @@
 """QEMU as the virtual machine monitor: its command line, its jail, its processes."""
 
-import os
 import pwd
 import subprocess
 from dataclasses import dataclass
@@ -86,8 +85,6 @@ class Qemu:
     def spawn(self, plan: Plan) -> "QemuMachine":
         """Start a QEMU for `plan`: WAITING for a state, or (with a kernel) STOPPED before its first instruction."""
         plan.folder.mkdir(parents=True, exist_ok=True)
-        if self.jail:
-            os.chown(plan.folder, self.jail.uid, self.jail.gid)
         command = self.command(plan) + (["-S"] if plan.kernel else [])
         assert self.zygote is not None
         child = Child(self.zygote.spawn(command, plan.folder / "qemu.log", self.jail is not None))
