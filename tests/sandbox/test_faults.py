@@ -269,6 +269,24 @@ def test_another_live_processs_sandbox_is_not_touched(runtime: Runtime) -> None:
         assert box.files.read_text("/dev/shm/kept") == "yes"
 
 
+def test_output_that_nobody_hears_does_not_hold_up_a_pause(runtime: Runtime) -> None:
+    """A fork's commands have no listener here: the thread that must hear the pause's answer grants it."""
+    with Sandbox.create(runtime=runtime) as box:
+        box.commands.start("while :; do echo chatter chatter chatter; done").disconnect()
+        heard: list[str] = []
+        box.files.watch("/tmp", lambda change: heard.append(change.name))
+        box.commands.start("for i in $(seq 100000); do echo $i > /tmp/$((i % 7)); done").disconnect()
+        (child,) = box.fork()
+        assert isinstance(child, Sandbox)
+        with child:
+            for one in (box, child) * 2:
+                one.pause()
+                one.resume()
+        before = len(heard)
+        while len(heard) == before:  # what was owed at the pause was given: the watch goes on
+            time.sleep(0.05)
+
+
 def test_of_two_processes_one_resumes(runtime: Runtime) -> None:
     with Sandbox.create(runtime=runtime) as box:
         box.pause()

@@ -30,6 +30,7 @@ class Agent:
         self._lock = threading.Lock()
         self._gate = threading.Condition(threading.Lock())
         self._quiet, self._closed = True, False
+        self._owed: dict[int, int] = {}  # credit by stream, while quiet
         self._socket: socket.socket | None = None
         self._reader: threading.Thread | None = None
 
@@ -140,6 +141,24 @@ class Agent:
                     self._put(data)
                     return
 
+    def grant(self, stream: int, size: int) -> None:
+        """Credit for what was consumed. Never waits: it is given by the reader too, which must hear the answer that a
+        quiet time begins or ends with. Until then the credit is owed."""
+        with self._lock, contextlib.suppress(SandboxError):
+            if self._quiet:
+                self._owed[stream] = self._owed.get(stream, 0) + size
+            else:
+                self._put(_credit(stream, size))
+
+    def _speak(self) -> None:
+        """The quiet time is over."""
+        with self._lock, contextlib.suppress(SandboxError):
+            self._quiet, owed, self._owed = False, self._owed, {}
+            for stream, size in owed.items():
+                self._put(_credit(stream, size))
+        with self._gate:
+            self._gate.notify_all()
+
     def _put(self, data: bytes) -> None:
         if self.lost:
             raise self.lost
@@ -190,9 +209,7 @@ class Agent:
     def identify(self, payload: bytes, timeout_s: float = 20.0) -> None:
         """Clock, entropy, name, network, environment (wire.identity); ends a quiet time."""
         self._control(Type.IDENTITY, payload, timeout_s)
-        with self._gate:
-            self._quiet = False
-            self._gate.notify_all()
+        self._speak()
 
     def quiesce(self, timeout_s: float = 20.0) -> None:
         """Nothing is under way in either direction until `identify`: the moment a checkpoint may be taken."""
@@ -201,9 +218,7 @@ class Agent:
         try:
             self._control(Type.QUIESCE, b"", timeout_s)
         except SandboxError:
-            with self._gate:
-                self._quiet = False
-                self._gate.notify_all()
+            self._speak()
             raise
 
     def inventory(self, timeout_s: float = 10.0) -> list[Stream]:
@@ -296,3 +311,7 @@ class Agent:
         finally:
             stream.close()
         check(event, path)
+
+
+def _credit(stream: int, size: int) -> bytes:
+    return Frame(Type.CREDIT, 0, stream, struct.pack("<I", size)).pack()
