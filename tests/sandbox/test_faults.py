@@ -105,6 +105,10 @@ def test_a_server_killed_at_any_instant_loses_nothing(runtime: Runtime, seed: in
     kept = {int(entry.name) for entry in box.files.list("/root") if entry.name.isdigit()}
     assert set(range(last)) <= kept  # everything that was acknowledged before the last step
     box.kill()
+    until = time.monotonic() + 10
+    while list(runtime.store.run.iterdir()) and time.monotonic() < until:
+        time.sleep(0.5)
+        runtime.upkeep.collect()
     assert list(runtime.store.run.iterdir()) == []
     assert not machines & {path.name for path in limits.ROOT.glob(f"**/{limits.NAME}/*")}  # no cgroup stays
 
