@@ -7,7 +7,6 @@ a bias that grows (Qiu & Yao, arXiv 2510.04212). SDPA returns its input's dtype,
 kernels of our own (`attention_triton`); elsewhere SDPA gets its inputs in fp32.
 """
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.ops.dispatch import fused, kernels
+from perilune.ops.kept import kept
 from perilune.ops.precision import own_precision
 
 _SMALLEST = 16  # shorter documents share one bucket
@@ -92,7 +92,7 @@ def _close(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@functools.lru_cache(maxsize=32)
+@kept(maxsize=32)
 def _borders(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """int32 [T] each: the first token of every token's document, and the one after its last."""
     count = torch.tensor(lengths)
@@ -115,8 +115,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: floa
     return out
 
 
-@functools.lru_cache(maxsize=32)
-@torch.inference_mode(False)  # what is kept from inference may index in training
+@kept(maxsize=32)
 def _buckets(lengths: tuple[int, ...], device: torch.device) -> "list[tuple[Tensor, Tensor]]":
     """(token index [n,L], which of them are real [n,L]) for documents whose lengths share a power of two."""
     groups: dict[int, list[int]] = {}

@@ -8,7 +8,6 @@ Sequences start from a tail of W−1 earlier inputs (zeros by default) and never
 Shapes: B batch, T tokens, C channels, W taps, N sequences.
 """
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from perilune.ops.dispatch import fused, kernels, rows_of
+from perilune.ops.kept import kept
 
 
 def short_conv(x: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ def _rows(lengths: tuple[int, ...], taps: int, device: torch.device) -> tuple[Te
     return tokens.to(device), old.to(device), new.to(device)
 
 
-@functools.lru_cache(maxsize=32)
+@kept(maxsize=32)
 def _places(lengths: tuple[int, ...], taps: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of each token its index within its sequence and the sequence's number, int32 [T]; and for each slot of the new
     tails [N,W−1] the token that fills it, or less than zero, counted back from the old tail's end."""

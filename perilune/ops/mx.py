@@ -6,11 +6,12 @@ Two codes a byte, the low nibble the even column. A scale of 255 makes its whole
 ties to the even code, saturating at 6; −0 and subnormal results are kept. Groups lie along the last axis.
 """
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from perilune.ops.kept import kept
 
 GROUP = 32
 _BIAS = 127
@@ -94,7 +95,7 @@ def _check(packed: Tensor, scale: Tensor) -> None:
         raise ValueError(f"MXFP4 codes {list(packed.shape)} need a scale per {GROUP} values, not {list(scale.shape)}.")
 
 
-@functools.cache
+@kept()
 def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """All 256 scales times 16 codes: entry scale·16 + code. A look-up keeps subnormals that a product may flush."""
     codes = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float64)
@@ -103,7 +104,7 @@ def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     return (scales[:, None] * codes).flatten().to(device, dtype)
 
 
-@functools.cache
+@kept()
 def _midpoints(device: torch.device) -> Tensor:
     """Borders between neighbouring codes; ties go to the even one, so every second border lies a hair lower."""
     codes = torch.tensor(_E2M1, dtype=torch.float64)

@@ -19,15 +19,18 @@ def own_precision(function: F) -> F:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        device = next((x.device.type for x in args if isinstance(x, Tensor)), None) or _nested(args)
+        device = _device((*args, *kwargs.values()))
+        if not torch.amp.is_autocast_available(device):  # of a meta tensor
+            return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 
     return cast(F, wrapped)
 
 
-def _nested(args: tuple[Any, ...]) -> str:
-    for x in args:
-        if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor):
-            return x[0].device.type
-    return "cpu"
+def _device(args: tuple[Any, ...]) -> str:
+    """Of the first tensor, or of the first one in a list."""
+    first = next((x for x in args if isinstance(x, Tensor)), None)
+    lists = (x[0] for x in args if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor))
+    found = first if first is not None else next(lists, None)
+    return "cpu" if found is None else found.device.type

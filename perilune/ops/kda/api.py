@@ -4,10 +4,12 @@ Every implementation takes the checked arguments and returns (o, final state, ex
 """
 
 import functools
-import importlib
 import importlib.util
 import itertools
 import logging
+import math
+import operator
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,14 +17,20 @@ from torch import Tensor
 
 from perilune.ops.kda.chunk import chunk
 from perilune.ops.kda.reference import accumulating, log_decay, reference, spread, step, unit
+from perilune.ops.precision import own_precision
 
 log = logging.getLogger(__name__)
 
 EXPORT_MULTIPLE = 16
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
-FUSED_CAPABILITY = (8, 0)
+AMPERE = 8
 
-IMPLS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor | None]]] = {"reference": reference, "chunk": chunk}
+Implementation = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+
+IMPLS: dict[str, Implementation] = {"chunk": chunk, "reference": reference}  # on any device
+
+TRITON = importlib.util.find_spec("triton") is not None
 
 
 def kda(
@@ -49,32 +57,32 @@ def kda(
         q, k: [B,T,H,K], not normalised; L2 norm (sum, eps 1e-6) is taken here.
         v: [B,T,HV,V] with HV a multiple of H; value head h reads key head h // (HV/H).
         gate: raw [B,T,HV,K], or [B,T,HV,1] for one decay a head (Gated DeltaNet).
-        beta: raw logits [B,T,HV].
+        beta: raw logits [B,T,HV]. These five: 16 to 64 bits, not necessarily alike, but fp64 all or none.
         A_log: [HV]. dt_bias: [HV,K] or flat [HV·K] ([HV,1] with a scalar gate).
         lower_bound: −5 in K3: g = lb·sigmoid(exp(A_log)(z+b)). None: g = −exp(A_log)·softplus(z+b).
         scale: of q; K^−½ by default.
         state: [N,HV,K,V] fp32 (fp64 for fp64 inputs), any strides; zeros by default. N = B, or the number of sequences.
         cu_seqlens: [N+1] integers: sequences packed on the token axis of a B = 1 batch; empty ones are fine.
-        lengths: the same on the host, N integers; saves the device sync of reading cu_seqlens, may replace it.
+        lengths: the same on the host, N integers; saves the device sync of reading cu_seqlens, may replace it. Where
+            both are given and cu_seqlens lies on a GPU, only their number is compared.
         export_at: E token counts along the flattened [B·T] axis. Entry p asks for the state right after token p−1, in
             the sequence that holds that token, a multiple of 16 tokens from its start.
         delta: False drops the delta term (a Mamba2-like gated linear attention).
         impl: "auto" | "fused" (bf16, head sizes 64 and 128, NVIDIA) | "chunk" | "reference".
     Returns:
-        o [B,T,HV,V] in v's dtype; final state [N,HV,K,V]; exports [E,HV,K,V] or None.
-        An empty sequence returns its initial state.
+        o [B,T,HV,V] in v's dtype; final state [N,HV,K,V]; exports [E,HV,K,V] or None. New tensors: the given state
+        is not written. An empty sequence returns its initial state.
+        Differentiable once (`reference`: as often as asked) in every tensor of floats.
     Raises:
         ValueError: one sentence that names the argument.
     """
     dt_bias = _check(q, k, v, gate, beta, A_log, dt_bias, lower_bound)
-    if lengths is None and cu_seqlens is not None:
-        lengths = _lengths(cu_seqlens)
+    lengths = _lengths(cu_seqlens, lengths)
     if lengths is not None:
-        lengths = [int(n) for n in lengths]
         _check_lengths(lengths, v)
     _check_state(state, q, v, v.shape[0] if lengths is None else len(lengths))
     places = None if export_at is None else _places(export_at, v, lengths)
-    return IMPLS[_choose(impl, q, v, delta)](
+    return _choose(impl, q, v, delta)(
         q,
         k,
         v,
@@ -91,6 +99,7 @@ def kda(
     )
 
 
+@own_precision
 def kda_step(
     q: Tensor,
     k: Tensor,
@@ -110,8 +119,9 @@ def kda_step(
     q, k [N,H,K]; v [N,HV,V]; gate raw [N,HV,K] or [N,HV,1]; beta raw [N,HV]; state [N,HV,K,V].
     Returns (o [N,HV,V] in v's dtype, new state); the given state is not written.
     """
-    if q.dim() != 3:
-        raise ValueError(f"kda_step: q must be [N,H,K], one token a sequence, got {tuple(q.shape)}.")
+    for name, x, axes in (("q", q, 3), ("k", k, 3), ("v", v, 3), ("gate", gate, 3), ("beta", beta, 2)):
+        if x.dim() != axes:
+            raise ValueError(f"kda_step: {name} must have {axes} axes, one token a sequence, got {tuple(x.shape)}.")
     one = [x.unsqueeze(1) for x in (q, k, v, gate, beta)]
     dt_bias = _check(one[0], one[1], one[2], one[3], one[4], A_log, dt_bias, lower_bound)
     _check_state(state, q, v, v.shape[0])
@@ -123,41 +133,46 @@ def kda_step(
     return o.to(v.dtype), state
 
 
-def _choose(impl: str, q: Tensor, v: Tensor, delta: bool) -> str:
+def _choose(impl: str, q: Tensor, v: Tensor, delta: bool) -> Implementation:
     if impl == "auto":
         why = "there is no NVIDIA GPU" if v.device.type != "cuda" else _unfit(q, v, delta)
-        return _auto(v.device.type, why)
-    if impl == "fused" and "fused" not in IMPLS:
-        IMPLS["fused"] = importlib.import_module("perilune.ops.kda.fused").fused
+        if not torch.compiler.is_compiling():  # a tracer would look through the cache, and warn
+            _say(v.device.type, why)
+        return _fused() if why is None else chunk
+    if impl == "fused":
+        if (why := _unfit(q, v, delta)) is not None:
+            raise ValueError(f"kda: the fused implementation cannot run this: {why}.")
+        return _fused()
     if impl not in IMPLS:
         raise ValueError(f"kda: impl is {impl!r}; known are auto, fused, {', '.join(IMPLS)}.")
-    return impl
+    return IMPLS[impl]
 
 
 def _unfit(q: Tensor, v: Tensor, delta: bool) -> str | None:
-    """None, or why the fused kernels cannot take these inputs."""
-    if torch.cuda.get_device_capability(v.device) < FUSED_CAPABILITY:
+    """None, or why the fused kernels cannot take these inputs. Triton's interpreter takes those of a CPU."""
+    if v.device.type != "cuda":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            return "there is no NVIDIA GPU"
+    elif torch.cuda.get_device_properties(v.device).major < AMPERE:  # not its capability: a tracer folds this one
         return "the GPU is older than Ampere"
-    if importlib.util.find_spec("triton") is None:
+    if not TRITON:
         return "triton is not installed"
-    return importlib.import_module("perilune.ops.kda.hopper").accepts(q, v, delta)
+    from perilune.ops.kda.hopper import accepts
+
+    return accepts(q, v, delta)
 
 
-@torch.compiler.disable  # a tracer would look through the cache, and warn
+def _fused() -> Implementation:
+    from perilune.ops.kda.fused import fused  # Triton is an extra
+
+    return fused
+
+
 @functools.cache
-def _auto(device: str, why: str | None) -> str:
+def _say(device: str, why: str | None) -> None:
     """Said once for each reason."""
-    name = _choose_name(why)
+    name = "fused" if why is None else "chunk"
     log.info("kda on %s runs the %s implementation%s", device, name, "" if why is None else f": {why}")
-    return name
-
-
-def _choose_name(why: str | None) -> str:
-    if why is not None:
-        return "chunk"
-    if "fused" not in IMPLS:
-        IMPLS["fused"] = importlib.import_module("perilune.ops.kda.fused").fused
-    return "fused"
 
 
 def _check(
@@ -174,10 +189,19 @@ def _check(
     for name, x, dims in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("gate", gate, 4), ("beta", beta, 3)):
         if x.dim() != dims:
             raise ValueError(f"kda: {name} must have {dims} axes, got shape {tuple(x.shape)}.")
-        if not x.is_floating_point():
-            raise ValueError(f"kda: {name} must be a floating-point tensor, got {x.dtype}.")
         if (x.dtype == torch.float64) != (q.dtype == torch.float64):
             raise ValueError(f"kda: {name} is {x.dtype} but q is {q.dtype}; fp64 goes all the way or not at all.")
+    for name, x in (
+        ("q", q),
+        ("k", k),
+        ("v", v),
+        ("gate", gate),
+        ("beta", beta),
+        ("A_log", A_log),
+        ("dt_bias", dt_bias),
+    ):
+        if not x.is_floating_point() or x.dtype.itemsize < 2:
+            raise ValueError(f"kda: {name} must be floating point of 16 bits or more, got {x.dtype}.")
         if x.device != q.device:
             raise ValueError(f"kda: {name} is on {x.device} but q is on {q.device}.")
     B, T, H, K = q.shape
@@ -186,8 +210,10 @@ def _check(
         raise ValueError(f"kda: k {tuple(k.shape)} must have the shape of q {tuple(q.shape)}.")
     if v.shape[:2] != (B, T):
         raise ValueError(f"kda: v {tuple(v.shape)} must start with q's [B,T] = [{B},{T}].")
-    if H == 0 or HV % H:
+    if H == 0 or HV == 0 or HV % H:
         raise ValueError(f"kda: v has {HV} heads, which is not a multiple of q's {H}.")
+    if K == 0 or v.shape[3] == 0:
+        raise ValueError(f"kda: heads of q and v must not be empty, got sizes {K} and {v.shape[3]}.")
     if gate.shape[:3] != (B, T, HV) or gate.shape[3] not in (K, 1):
         raise ValueError(f"kda: gate must be [{B},{T},{HV},{K}] or [{B},{T},{HV},1], got {tuple(gate.shape)}.")
     if beta.shape != (B, T, HV):
@@ -197,8 +223,8 @@ def _check(
         raise ValueError(f"kda: A_log must be [{HV}], got {tuple(A_log.shape)}.")
     if dt_bias.shape not in ((HV, G), (HV * G,)):
         raise ValueError(f"kda: dt_bias must be [{HV},{G}] or [{HV * G}], got {tuple(dt_bias.shape)}.")
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"kda: lower_bound must be negative or None, got {lower_bound}.")
+    if lower_bound is not None and not -math.inf < lower_bound < 0:
+        raise ValueError(f"kda: lower_bound must be negative and finite, or None, got {lower_bound}.")
     return dt_bias.reshape(HV, G)
 
 
@@ -210,29 +236,54 @@ def _check_state(state: Tensor | None, q: Tensor, v: Tensor, sequences: int) -> 
         raise ValueError(f"kda: state must be {list(want)}, got {tuple(state.shape)}.")
     if state.dtype != accumulating(q.dtype):
         raise ValueError(f"kda: state must be {accumulating(q.dtype)}, got {state.dtype}.")
+    if state.device != q.device:
+        raise ValueError(f"kda: state is on {state.device} but q is on {q.device}.")
 
 
-def _lengths(cu_seqlens: Tensor) -> list[int]:
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 1:
+def _lengths(cu_seqlens: Tensor | None, lengths: Sequence[int] | None) -> list[int] | None:
+    """Tokens of each packed sequence, from the host where it knows them."""
+    known = None if lengths is None else _integers("lengths", lengths)
+    if cu_seqlens is None:
+        return known
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS or len(cu_seqlens) < 1:
         raise ValueError(f"kda: cu_seqlens must be [N+1] integers, got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}.")
+    if known is not None and len(cu_seqlens) != len(known) + 1:
+        raise ValueError(f"kda: cu_seqlens names {len(cu_seqlens) - 1} sequences, lengths {len(known)}.")
+    if known is not None and cu_seqlens.device.type != "cpu":
+        return known
     borders = cu_seqlens.tolist()
     if borders[0] != 0:
         raise ValueError(f"kda: cu_seqlens must start with 0, got {borders[0]}.")
-    return [b - a for a, b in itertools.pairwise(borders)]
+    read = [b - a for a, b in itertools.pairwise(borders)]
+    if known is not None and read != known:
+        raise ValueError(f"kda: cu_seqlens and lengths disagree: {_few(read)} and {_few(known)}.")
+    return read
+
+
+def _integers(name: str, values: Tensor | Sequence[int]) -> list[int]:
+    """On the host; a fraction is refused, not cut off."""
+    try:
+        return [operator.index(n) for n in (values.tolist() if isinstance(values, Tensor) else values)]
+    except TypeError:
+        raise ValueError(f"kda: {name} must be a row of integers, got {values}.") from None
+
+
+def _few(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 def _check_lengths(lengths: Sequence[int], v: Tensor) -> None:
     if v.shape[0] != 1:
         raise ValueError(f"kda: packed sequences need B = 1, got B = {v.shape[0]}.")
     if min(lengths, default=0) < 0:
-        raise ValueError("kda: cu_seqlens must not decrease.")
+        raise ValueError("kda: a sequence cannot have fewer than 0 tokens; cu_seqlens must not decrease.")
     if sum(lengths) != v.shape[1]:
         raise ValueError(f"kda: the sequences hold {sum(lengths)} tokens but T is {v.shape[1]}.")
 
 
 def _places(export_at: Tensor | Sequence[int], v: Tensor, lengths: Sequence[int] | None) -> list[tuple[int, int]]:
     """Positions on the flattened token axis as (sequence, tokens of it) pairs."""
-    wanted = [int(p) for p in (export_at.tolist() if isinstance(export_at, Tensor) else export_at)]
+    wanted = _integers("export_at", export_at)
     spans = [v.shape[1]] * v.shape[0] if lengths is None else lengths
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     places = [(0, 0)] * len(wanted)

@@ -17,7 +17,6 @@ made is kept for the backward, about 350 numbers a token and head at K = V = 32.
 Shapes: M chunks, h = value heads, m = M·h, C tokens, K and V head sizes, G = K or 1.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +27,11 @@ from torch.autograd.function import once_differentiable
 from perilune.ops.kda.decay import Decay, clamped, decay_of, floor, products, products_backward, scaled
 from perilune.ops.kda.plan import Plan, chunk_size, plan_chunks
 from perilune.ops.kda.reference import L2_EPS, accumulating, log_decay
+from perilune.ops.kept import kept
 from perilune.ops.precision import own_precision
 
 
+@torch.compiler.disable  # chunk sizes and tiles depend on lengths and gates: a break in the graph, not a trace
 def chunk(
     q: Tensor,
     k: Tensor,
@@ -143,7 +144,7 @@ class _Chunk(torch.autograd.Function):
         dA = torch.bmm(outer.view(m, 2 * C, V), U.transpose(1, 2)).view(m, 2, C, C)
         dA.mul_(_causal(C, dA.dtype, dA.device))
         drows, dcols = products_backward(decay, dA, rows, cols)
-        tiles = (C // decay.c, decay.c, -1)
+        tiles = (C // decay.c, decay.c, q.shape[3])
         dread = torch.bmm(outer.view(m, 2 * C, V), _starts(states, plan).transpose(1, 2)).view(m, 2, *tiles)
         drows.view(dread.shape).addcmul_(dread, decay.head.unsqueeze(1))
         dwrite = torch.bmm(U, dafter.transpose(1, 2)).view(m, *tiles)
@@ -152,9 +153,9 @@ class _Chunk(torch.autograd.Function):
         along_q, along_k, along_write = rows[:, 0] * drows[:, 0], rows[:, 1] * drows[:, 1], cols * dcols
         drows[:, 0].mul_(decay.grow)
         drows[:, 1].mul_(decay.grow).addcmul_(dcols, decay.shrink)
-        dq = _unnormed(q, ctx.norms[0], drows[:, 0], along_q.sum(-1, keepdim=True), ctx.scale, plan)
+        dq = _unnormed(q, ctx.norms[0], drows[:, 0], along_q.sum(-1, keepdim=True), ctx.scale, v_shape[2], plan)
         along_both = (along_k + along_write).sum(-1, keepdim=True)
-        dk = _unnormed(k, ctx.norms[1], drows[:, 1], along_both, 1.0, plan)
+        dk = _unnormed(k, ctx.norms[1], drows[:, 1], along_both, 1.0, v_shape[2], plan)
         dg = _decay_gradient(along_q.add_(along_k).sub_(along_write), states, dafter, g, ctx.lower_bound, plan)
         dgate, dA_log, dbias = _gate_gradients(gate, A_log, dt_bias, dg, g, ctx.lower_bound, plan)
         return (
@@ -198,7 +199,7 @@ def unit_lower_inverse(A_mCC: Tensor, mask_mCC: Tensor) -> Tensor:
     return inverse
 
 
-@functools.cache
+@kept()
 def _causal(C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Masks [2,C,C]: the query sees its own token, the key does not."""
     ones = torch.ones(C, C, dtype=dtype, device=device)
@@ -240,7 +241,13 @@ def _joined(x_mCD: Tensor, shape: tuple[int, ...], dtype: torch.dtype, plan: Pla
         _view(out, plan).copy_(x_mCD.view(-1, plan.N, heads, plan.C, D))
         return out
     packed = x_mCD.view(plan.M, heads, plan.C, D).transpose(1, 2).reshape(plan.M * plan.C, heads, D)
-    return packed[plan.slots].view(shape).to(dtype)
+    out = torch.empty(shape, dtype=dtype, device=x_mCD.device)  # no view: the caller may write into its result
+    flat = out.view(-1, heads, D)
+    if dtype == packed.dtype:
+        torch.index_select(packed, 0, plan.slots, out=flat)
+    else:
+        flat.copy_(packed.index_select(0, plan.slots))
+    return out
 
 
 def _blank(x_mCD: Tensor, plan: Plan) -> None:
@@ -407,22 +414,22 @@ def _decay_gradient(
     return dg
 
 
-def _unnormed(x: Tensor, norm: Tensor, dunit: Tensor, along: Tensor, scale: float, plan: Plan) -> Tensor:
+def _unnormed(x: Tensor, norm: Tensor, dunit: Tensor, along: Tensor, scale: float, HV: int, plan: Plan) -> Tensor:
     """Gradient of x [B,T,H,K] from that of its scaled unit vector at value heads [m,C,K] and ⟨unit, gradient⟩ [m,C,1].
 
     x/‖x‖: dx = r (du − u ⟨u, du⟩) with u = r x, after summing over a key head's value heads.
     """
-    H, HV = x.shape[2], dunit.shape[0] // max(plan.M, 1)
+    H, K = x.shape[2:]
     grouped = (plan.M, H, HV // H, plan.C)
     if H != HV:
-        dunit = dunit.reshape(*grouped, -1).sum(2)
+        dunit = dunit.reshape(*grouped, K).sum(2)
         along = along.view(*grouped, 1).sum(2)
     r = _view(norm, plan)
     d = dunit.reshape(r.shape[:-1] + dunit.shape[-1:]) * (r * scale)
     shrink = r.square() * along.reshape(r.shape)
     # Two binary passes: a ternary one over a transposed view leaves torch's vector loop and takes five times as long.
     d -= _view(x, plan) * shrink
-    return _joined(d.view(-1, plan.C, x.shape[3]), x.shape, x.dtype, plan)
+    return _joined(d.view(-1, plan.C, K), x.shape, x.dtype, plan)
 
 
 def _gate_gradients(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from perilune.ops.kda.reference import accumulating, log_decay, spread, step, unit
+from perilune.ops.precision import own_precision
 
 TAPS = 4
 
@@ -121,6 +122,7 @@ def _check(
 
 
 @torch.no_grad()
+@own_precision
 def reference(
     qkv: Tensor, gate: Tensor, beta: Tensor, out_gate: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor,
     lower_bound: float | None, norm_weight: Tensor, state: Tensor, tail: Tensor, slots: Tensor,

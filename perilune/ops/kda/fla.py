@@ -11,7 +11,7 @@ from torch import Tensor
 from perilune.ops.kda.api import kda
 
 INSIDE = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
-IGNORED = {"safe_gate", "disable_recompute", "chunk_size", "cu_seqlens_cpu"}  # they choose how fla computes, not what
+IGNORED = {"safe_gate", "disable_recompute", "chunk_size"}  # they choose how fla computes, not what
 
 
 def chunk_kda(
@@ -29,11 +29,13 @@ def chunk_kda(
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
     **flags: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """fla's arguments and results: q, k [B,T,H,K]; v [B,T,HV,V]; g raw [B,T,HV,K]; beta raw [B,T,HV].
 
-    States are [N,HV,K,V], or [N,HV,V,K] with state_v_first (a view here: nothing is copied).
+    States are [N,HV,K,V], or [N,HV,V,K] with state_v_first (a view here: nothing is copied). With cu_seqlens_cpu the
+    device is not asked for the lengths.
     Raises ValueError for what would change the result and is not done here.
     """
     for name in INSIDE:
@@ -41,13 +43,15 @@ def chunk_kda(
             raise ValueError(f"chunk_kda: {name} must be true; norms, gate and beta are inside these kernels.")
     if unknown := [name for name, value in flags.items() if name not in IGNORED and value not in (None, False)]:
         raise ValueError(f"chunk_kda: {unknown[0]} is not supported.")
+    if flags.get("safe_gate") and lower_bound is None:
+        raise ValueError("chunk_kda: safe_gate needs a lower_bound.")
     if dt_bias is None:
         dt_bias = A_log.new_zeros(g.shape[2:].numel())
     if state_v_first and initial_state is not None:
         initial_state = initial_state.transpose(-1, -2)
     o, final, _ = kda(
-        q, k, v, g, beta, A_log=A_log.view(-1), dt_bias=dt_bias, lower_bound=lower_bound, scale=scale,
-        state=initial_state, cu_seqlens=cu_seqlens,
+        q, k, v, g, beta, A_log=A_log.reshape(-1), dt_bias=dt_bias, lower_bound=lower_bound, scale=scale,
+        state=initial_state, cu_seqlens=cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
     )  # fmt: skip
     if not output_final_state:
         return o, None
@@ -55,6 +59,9 @@ def chunk_kda(
 
 
 def switch_on() -> None:
-    """From now on fla's KDA layers call these kernels (needs fla installed)."""
+    """From now on fla's KDA layers call these kernels in training and over prompts (needs fla installed).
+
+    Steps of up to 64 tokens, which its layers take by `fused_recurrent_kda` in inference, stay fla's own.
+    """
     for name in ("fla.ops.kda", "fla.layers.kda"):
         importlib.import_module(name).__dict__["chunk_kda"] = chunk_kda

@@ -5,12 +5,13 @@ on, the sequences with most chunks first. So each step of the scan works on one 
 padded beyond its own last chunk. An exported state is a chunk border: a sequence is cut there and the piece padded.
 """
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from perilune.ops.kept import kept
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Plan:
     exports: Tensor | None
 
 
-@functools.lru_cache(maxsize=32)
+@kept(maxsize=32)
 def plan_chunks(
     lengths: tuple[int, ...], C: int, export_at: tuple[tuple[int, int], ...] | None, device: torch.device
 ) -> Plan:
@@ -104,7 +105,7 @@ def chunk_size(lengths: tuple[int, ...], largest: int) -> int:
     A chunk costs its slots, its C×C matrices and a step of the scan: C·(96 + C) + 4096 in units that fit a CPU and 32
     to 64 channels. Short sequences waste slots, so they get smaller chunks.
     """
-    longest = max(lengths, default=1)
+    longest = max((1, *lengths))
     spans = np.asarray(lengths or (1,))
     sizes = [c for c in (1, 2, 4, 8, 16, 32, 64, 128) if c <= largest]
     enough = [c for c in sizes if c // 2 < longest]

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from perilune.ops.precision import own_precision
+
 L2_EPS = 1e-6
 
 
@@ -76,6 +78,7 @@ def _recur(
     return o, state, found
 
 
+@own_precision
 def reference(
     q: Tensor,
     k: Tensor,
