@@ -236,12 +236,11 @@ def _cut(x: Tensor, plan: Plan, factor_mC1: Tensor) -> Tensor:
 def _joined(x_mCD: Tensor, shape: tuple[int, ...], dtype: torch.dtype, plan: Plan) -> Tensor:
     """[m,C,D] -> [B,T,heads,D] of this shape and dtype."""
     heads, D = shape[2:]
-    if plan.tokens is None:
-        out = torch.empty(shape, dtype=dtype, device=x_mCD.device)
+    out = torch.empty(shape, dtype=dtype, device=x_mCD.device)  # not a view: the caller may write into its result
+    if plan.slots is None:
         _view(out, plan).copy_(x_mCD.view(-1, plan.N, heads, plan.C, D))
         return out
     packed = x_mCD.view(plan.M, heads, plan.C, D).transpose(1, 2).reshape(plan.M * plan.C, heads, D)
-    out = torch.empty(shape, dtype=dtype, device=x_mCD.device)  # no view: the caller may write into its result
     flat = out.view(-1, heads, D)
     if dtype == packed.dtype:
         torch.index_select(packed, 0, plan.slots, out=flat)
