@@ -29,6 +29,8 @@ def open_model(where: Path, dtype: torch.dtype = torch.float32, packed: bool = F
         raise ConfigError(
             f"The tokenizer in {weights} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}."
         )
+    if tokenizer.vocab_size < model.config.vocab_size:  # ids that only pad the model's table are reserved
+        tokenizer = Tokenizer(tokenizer.ranks, tokenizer.specials, model.config.vocab_size)
     return model.eval(), tokenizer
 
 

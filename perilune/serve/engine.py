@@ -5,6 +5,7 @@
 Not thread safe: one thread owns it.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from perilune.serve.sampling import Row, distribution, greedy, logprobs, sample
 from perilune.serve.scheduler import Batch, Scheduler, Sequence
 from perilune.serve.speculate import Draft, MTPDraft, verify
 
+log = logging.getLogger(__name__)
 _BROKEN = "The model's logits are not finite here."
 _HEAD_ROWS = 256  # rows of logits at a time when a whole prompt wants its log-probabilities
 
@@ -287,11 +289,11 @@ class Engine:
         rules, mask, barred = s.request.sampling, None, False
         if rules.grammar is not None:
             state = _advanced(rules.grammar, s.grammar, drafts)
-            mask = torch.as_tensor(rules.grammar.mask(state, self._room(s) - len(drafts)))
-            barred = not bool(mask.any())
+            mask = _mask(rules.grammar, state, self._room(s) - len(drafts))
+            barred = mask is None
         output = [*s.output, *drafts] if rules.penalised else ()
         position = len(s.tokens) + len(drafts)
-        return Row(rules, s.seed, position, s.request.prompt, output, None if barred else mask, barred)
+        return Row(rules, s.seed, position, s.request.prompt, output, mask, barred)
 
     def _room(self, s: Sequence) -> int:
         """Tokens it may still write."""
@@ -369,6 +371,16 @@ def _advanced(grammar: Grammar, state: Any, tokens: Seq[int]) -> Any:
         except ValueError:
             return state
     return state
+
+
+def _mask(grammar: Grammar, state: Any, left: int) -> Tensor | None:
+    """The ids a grammar allows, None if there are none: a grammar that fails ends its own request and no other."""
+    try:
+        mask = torch.as_tensor(grammar.mask(state, left))
+    except (ValueError, RecursionError) as error:
+        log.warning("a grammar failed: %s", error)
+        return None
+    return mask if bool(mask.any()) else None
 
 
 def _usage(s: Sequence) -> Usage:

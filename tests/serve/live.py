@@ -133,10 +133,10 @@ def running(app: Any) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving(engine: Runs, context: int = 4096, **options: Any) -> Iterator["Live"]:
+def serving(engine: Runs, context: int = 4096, tokenizer: Tokenizer | None = None, **options: Any) -> Iterator["Live"]:
     """A server around `engine`."""
     worker = Worker(engine)
-    tokenizer = toy_tokenizer()
+    tokenizer = tokenizer or toy_tokenizer()
     service = Service(worker, tokenizer, context, tokenizer.vocab_size, ServeOptions(name="toy", **options))
     with running(create_app(service)) as url, client(url) as http:
         yield Live(url, worker, service, http)

@@ -217,11 +217,35 @@ def test_an_extra_property_never_repeats_a_declared_one() -> None:
         ({"type": "integer", "minimum": 2, "maximum": 1}, "Nothing satisfies"),
         ({"type": "string", "pattern": "^a+$", "minLength": 3, "maxLength": 2}, "Nothing satisfies"),
         (5, "must be an object"),
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "refers to itself with nothing between"),
+        ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}]}}}, "to itself"),
+        ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/a"}}}, "too large"),
+        ({"enum": [f"v{n}" * 10 for n in range(50_000)]}, "too large"),
+        ({"enum": 3}, "enum must be an array"),
+        ({"type": "object", "required": [1]}, "required must be an array of names"),
+        ({"type": "string", "minLength": "1"}, "minLength must be a whole number"),
+        ({"type": "number", "multipleOf": 0}, "multipleOf must be a number above 0"),
+        ({"const": "\ud800"}, "Nothing satisfies"),
     ],
 )
 def test_what_cannot_be_enforced_is_named(schema, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         json_schema(schema, VOCABULARY)
+
+
+def test_a_large_enumeration_is_held_to_and_a_repeated_requirement_is_one() -> None:
+    assert write(json_schema({"enum": [f"v{n}" for n in range(5000)]}, VOCABULARY), 0)[1:2] == "v"
+    twice = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a", "a"]}
+    assert json.loads(write(json_schema(twice, VOCABULARY), 0)) == {"a": None}
+
+
+def test_a_grammar_that_grew_too_large_says_so_and_is_made_anew() -> None:
+    constrain = Constrain(TOKENIZER)
+    grown = constrain.text({"regex": "(a|b)*a(a|b){4}"})
+    grown._arena.exhaust()
+    with pytest.raises(ValueError, match="too large"):
+        sample(grown, 0)
+    assert TOKENIZER.decode(sample(constrain.text({"regex": "(a|b)*a(a|b){4}"}), 0))
 
 
 WEATHER = {

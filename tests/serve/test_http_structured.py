@@ -1,18 +1,23 @@
 """Structured output over the wire from weights that have learned nothing: calls and JSON are valid all the same."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pydantic
 import pytest
+import torch
 from serve.live import Live, serving, toy_model, toy_tokenizer, written
 
 from perilune.chat import read_request
+from perilune.model.net import K3
+from perilune.model.weights import save
 from perilune.serve.engine import Engine
 from perilune.serve.grammar import Constrain
 from perilune.serve.request import EngineOptions
+from perilune.talk import open_model
 
 HI = [{"role": "user", "content": "hi"}]
 PLACE = {
@@ -116,3 +121,31 @@ def test_an_argument_may_hold_its_own_kind() -> None:
     with pytest.raises(ValueError, match="refers to itself and nothing else"):
         tool["function"]["parameters"] = loop
         Constrain(toy_tokenizer()).chat(request, "response")
+
+
+def test_a_vocabulary_padded_beyond_the_tokenizer_is_served(tmp_path: Path) -> None:
+    """Ids that no tokenizer knows are reserved: they decode to nothing, and a grammar bars them."""
+    torch.manual_seed(0)
+    save(K3(toy_model().config.replace(vocab_size=toy_tokenizer().vocab_size + 64)), tmp_path)
+    toy_tokenizer().save(tmp_path)
+    model, tokenizer = open_model(tmp_path)
+    assert tokenizer.vocab_size == model.config.vocab_size and tokenizer.open == toy_tokenizer().open
+    body = {"messages": HI, "thinking": False, "max_tokens": 12, "seed": 0}
+    with serving(Engine(model, EngineOptions(max_batch=2, pool_tokens=1024)), tokenizer=tokenizer) as live:
+        assert live.http.post("/v1/chat/completions", json=body).status_code == 200
+        answer = live.http.post("/v1/chat/completions", json=body | {"response_format": {"type": "json_object"}})
+        assert isinstance(json.loads(answer.json()["choices"][0]["message"]["content"]), dict)
+
+
+def test_a_schema_that_never_ends_is_refused_and_the_next_request_served(live: Live) -> None:
+    """It once stopped the engine, and a long enumeration the whole server."""
+    hostile = [
+        {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        {"enum": 3},
+        {"enum": [f"value {n}" for n in range(90_000)]},
+    ]
+    for schema in hostile:
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        answer = live.http.post("/v1/chat/completions", json={"messages": HI, "response_format": wanted})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "response_format"
+    assert live.http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 2}).status_code == 200

@@ -132,6 +132,25 @@ class Nothing(Cycle):
         return np.zeros(VOCAB, dtype=bool)
 
 
+class Breaks(Cycle):
+    """Grows too large after five tokens."""
+
+    def mask(self, state: int, left: int | None = None) -> np.ndarray:
+        if state == 5:
+            raise ValueError("The grammar is too large to hold an answer to.")
+        return super().mask(state, left)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_grammar_that_fails_ends_its_request_alone(drafts: int) -> None:
+    engine = Engine(make(), EngineOptions(block_tokens=16, speculate=drafts))
+    engine.submit(Request("a", prompt(20), Sampling(seed=1, max_tokens=20, grammar=Breaks())))
+    engine.submit(Request("b", prompt(20), Sampling(temperature=0, max_tokens=20, ignore_eos=True)))
+    said = run(engine)
+    assert said["a"][-1].finish == "error" and text(said["a"]) in ([1, 2, 3, 1, 2], [1, 2, 3, 0])
+    assert len(text(said["b"])) == 20 and engine.stats().pages_running == 0
+
+
 def test_a_grammar_binds_and_one_that_allows_nothing_ends_its_request_alone() -> None:
     engine = Engine(make(), EngineOptions(block_tokens=16))
     engine.submit(Request("a", prompt(20), Sampling(seed=1, max_tokens=20, grammar=Cycle())))

@@ -74,7 +74,7 @@ class Constrain:
     def _once(self, key: Any, make: Callable[[], Language]) -> Language:
         name = json.dumps(key, sort_keys=True)
         with self._lock:
-            if name not in self._kept:
+            if name not in self._kept or self._kept[name].spent:
                 self._kept[name] = make()
                 if len(self._kept) > KEPT:
                     self._kept.popitem(last=False)

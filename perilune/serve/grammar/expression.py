@@ -15,8 +15,16 @@ from typing import Any, Protocol
 Branches = list[tuple[int, int]]
 
 NOTHING, EMPTY = 0, 1  # the language without words, and the one of the empty word
+MOST = 1_000_000  # nodes and parts of one arena: about a second's work, so that no schema can stop a server
 BYTES = (1 << 256) - 1
 INFINITE = sys.maxsize
+
+
+class TooLarge(ValueError):  # noqa: N818 - as Full
+    """A grammar that would take too long to hold an answer to."""
+
+    def __init__(self) -> None:
+        super().__init__("The grammar is too large to hold an answer to.")
 
 
 class Leaf(Protocol):
@@ -38,7 +46,9 @@ class Arena:
         self._nodes: list[tuple] = [("none",), ("empty",)]
         self._index: dict[tuple, int] = {node: n for n, node in enumerate(self._nodes)}
         self._rules: dict[str, int] = {}
+        self._work = 0
         self._branches: dict[int, Branches] = {}
+        self._deriving: set[int] = set()
         self._nullable: dict[int, bool] = {}
         self._shortest: dict[int, int] = {}
         self._searched: dict[int, int] = {}
@@ -62,6 +72,7 @@ class Arena:
 
     def either(self, *parts: int) -> int:
         """Any of the parts. Single symbols become one set; order and repetition do not matter."""
+        self.spend(len(parts))
         flat: set[int] = set()
         symbols = 0
         for part in parts:
@@ -123,16 +134,34 @@ class Arena:
             return NOTHING
         if one == EMPTY or other == EMPTY:
             return other if one == EMPTY else one
-        node = self._nodes[one]
-        if node[0] == "sequence":  # right-leaning, so that equal words left are equal nodes
-            return self._join(node[1], self._join(node[2], other))
-        return self._node("sequence", one, other)
+        parts = []  # right-leaning, so that equal words left are equal nodes
+        while self._nodes[one][0] == "sequence":
+            _, part, one = self._nodes[one]
+            parts.append(part)
+        for part in reversed([*parts, one]):
+            other = self._node("sequence", part, other)
+        return other
 
     def _node(self, *node: object) -> int:
+        self.spend(1)
         place = self._index.setdefault(node, len(self._nodes))
         if place == len(self._nodes):
             self._nodes.append(node)
         return place
+
+    def spend(self, work: int) -> None:
+        """Count work done for this grammar. Raises TooLarge when it has had its share."""
+        self._work += work
+        if self._work > MOST:
+            raise TooLarge
+
+    def exhaust(self) -> None:
+        self._work = MOST + 1
+
+    @property
+    def spent(self) -> bool:
+        """Whether this arena has had its share of work; its expressions can still be read, not derived."""
+        return self._work > MOST
 
     # ---------------------------------------------------------------- taking apart
 
@@ -170,8 +199,19 @@ class Arena:
         """All its derivatives: disjoint sets of symbols (as bits), each with what may follow."""
         known = self._branches.get(state)
         if known is None:
-            known = self._branches[state] = self._compute_branches(*self._nodes[state])
+            if state in self._deriving:
+                raise ValueError("The schema refers to itself with nothing between: it would never end.")
+            self._deriving.add(state)
+            try:
+                known = self._branches[state] = self._compute_branches(*self._nodes[state])
+            finally:
+                self._deriving.discard(state)
         return known
+
+    def check(self) -> None:
+        """Raises ValueError for a rule that begins with itself."""
+        for body in self._rules.values():
+            self.branches(body)
 
     def _compute_branches(self, kind: str, *rest: Any) -> Branches:
         match kind:
@@ -203,18 +243,18 @@ class Arena:
 
     def _union(self, parts: list[Branches]) -> Branches:
         """Branches of an alternation: cut so that the sets are disjoint, then joined where the same may follow."""
-        cut: list[tuple[int, list[int]]] = []
+        cut: dict[int, list[int]] = {}
         for symbols, left in chain.from_iterable(parts):
-            pieces = []
-            for other, lefts in cut:
-                if shared := other & symbols:
-                    pieces.append((shared, [*lefts, left]))
+            self.spend(len(cut))
+            for other in [other for other in cut if other & symbols]:
                 if alone := other & ~symbols:
-                    pieces.append((alone, lefts))
-                symbols &= ~shared
-            cut = [*pieces, (symbols, [left])] if symbols else pieces
+                    cut[alone], cut[other & symbols] = cut[other].copy(), cut.pop(other)
+                cut[other & symbols].append(left)
+                symbols &= ~other
+            if symbols:
+                cut[symbols] = [left]
         joined: dict[int, int] = {}
-        for symbols, lefts in cut:
+        for symbols, lefts in cut.items():
             left = self.either(*lefts)
             joined[left] = joined.get(left, 0) | symbols
         return [(symbols, left) for left, symbols in joined.items()]
@@ -231,12 +271,15 @@ class Arena:
         return self._length(state, self._shortest)
 
     def _length(self, state: int, known: dict[int, int]) -> int:
+        spine = []  # a loop, for words may be long
+        while state not in known and self._nodes[state][0] == "sequence":
+            spine.append(state)
+            state = self._nodes[state][2]
         if state not in known:
-            total, rest = 0, state
-            while self._nodes[rest][0] == "sequence":  # a loop, for words may be long
-                total, rest = _sum(total, self._length(self._nodes[rest][1], known)), self._nodes[rest][2]
-            known[state] = _sum(total, self._part_length(rest, known))
-        return known[state]
+            known[state] = self._part_length(state, known)
+        for whole in reversed(spine):
+            known[whole] = _sum(self._length(self._nodes[whole][1], known), known[self._nodes[whole][2]])
+        return known[spine[0] if spine else state]
 
     def _part_length(self, state: int, known: dict[int, int]) -> int:
         kind, *rest = self._nodes[state]

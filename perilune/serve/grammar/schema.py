@@ -7,9 +7,11 @@ names it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
+from urllib.parse import unquote
 
 from perilune.serve.grammar.expression import EMPTY, INFINITE, NOTHING, Arena
 from perilune.serve.grammar.number import Number
@@ -25,6 +27,31 @@ _READ = {"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "properties
 _READ |= {"patternProperties", "minProperties", "maxProperties", "items", "prefixItems", "minItems", "maxItems"}
 _READ |= {"minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _READ |= {"multipleOf"}
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+# What the value of a keyword must be. Draft 4's exclusive bounds are booleans.
+_SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(_COUNTS, ("a whole number, at least 0", _is_count)),
+    **dict.fromkeys(("minimum", "maximum"), ("a number", _is_number)),
+    **dict.fromkeys(
+        ("exclusiveMinimum", "exclusiveMaximum"), ("a number", lambda v: isinstance(v, bool) or _is_number(v))
+    ),
+    "multipleOf": ("a number above 0", lambda v: _is_number(v) and v > 0),
+    **dict.fromkeys(("pattern", "format", "$ref"), ("a string", lambda v: isinstance(v, str))),
+    **dict.fromkeys(("properties", "patternProperties"), ("an object", lambda v: isinstance(v, Mapping))),
+    **dict.fromkeys(("enum", "anyOf", "oneOf", "prefixItems"), ("an array", lambda v: isinstance(v, list))),
+    "allOf": ("an array of schemas", lambda v: isinstance(v, list) and all(isinstance(s, Mapping | bool) for s in v)),
+    "required": ("an array of names", lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v)),
+}
 _DATE = (
     r"\d{4}-(0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|\d{4}-(0[469]|11)-(0[1-9]|[12]\d|30)|\d{4}-02-(0[1-9]|1\d|2[0-8])"
 )
@@ -65,6 +92,8 @@ class JsonSchema:
             raise ValueError(f"A schema must be an object or a boolean, not {json.dumps(schema)[:80]}.")
         if unread := sorted(set(schema) - _READ - _SILENT):
             raise ValueError(f"The schema's keyword {unread[0]!r} is not supported in constrained output.")
+        _vet(schema)
+        self.arena.spend(20)
         if "$ref" in schema:
             return self._reference(schema, write)
         if "allOf" in schema:
@@ -112,13 +141,13 @@ class JsonSchema:
         finally:
             self._open.discard(pointer)
 
-    def resolve(self, pointer: Any) -> Schema:
+    def resolve(self, pointer: str) -> Schema:
         """The schema that a `$ref` within the document names."""
         found: Any = self.document
-        if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
+        if pointer != "#" and not pointer.startswith("#/"):
             raise ValueError(f"The schema's $ref {pointer!r} is not a pointer into it (#/...).")
         for part in pointer.split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
+            part = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(found, Sequence) and part.isdigit() and int(part) < len(found):
                 found = found[int(part)]
             elif isinstance(found, Mapping) and part in found:
@@ -130,20 +159,19 @@ class JsonSchema:
     def _any_of(self, schema: Mapping[str, Any], key: str, write: Write | None) -> dict[str, int]:
         """Beside the alternatives stand keywords that hold for each of them."""
         rest = {name: value for name, value in schema.items() if name != key and name not in _SILENT}
-        kinds: dict[str, int] = {}
+        forms: dict[str, list[int]] = {}
         for part in schema[key]:
-            found = self.kinds({"allOf": [rest, part]} if rest else part, write)
-            kinds = {
-                kind: self.arena.either(kinds.get(kind, NOTHING), found.get(kind, NOTHING))
-                for kind in {**kinds, **found}
-            }
-        return kinds
+            for kind, form in self.kinds({"allOf": [rest, part]} if rest else part, write).items():
+                forms.setdefault(kind, []).append(form)
+        return {kind: self.arena.either(*several) for kind, several in forms.items()}
 
     def _merge(self, schema: Mapping[str, Any]) -> Schema:
         """One schema for `allOf` and what stands beside it."""
+        self.arena.spend(20)
         merged: dict[str, Any] = {}
         for part in [{key: value for key, value in schema.items() if key != "allOf"}, *schema["allOf"]]:
             while isinstance(part, Mapping) and "$ref" in part:
+                self.arena.spend(20)  # two may name each other
                 rest = {key: value for key, value in part.items() if key != "$ref"}
                 part = {"allOf": [self.resolve(part["$ref"]), rest]} if rest else self.resolve(part["$ref"])
             if part is False:
@@ -188,14 +216,13 @@ class JsonSchema:
         if "const" in schema and "enum" in schema:
             values = [value for value in values if value in schema["enum"]]
         allowed = self._types(schema)
-        kinds: dict[str, int] = {}
+        forms: dict[str, list[int]] = {}
         for value in values:
             kind = _kind(value)
             if kind in allowed or (kind == "integer" and "number" in allowed):
                 text = spelled(self.arena, write, value) if write and kind == "string" else self._literal(value)
-                kind = "number" if kind == "integer" else kind
-                kinds[kind] = self.arena.either(kinds.get(kind, NOTHING), text)
-        return kinds
+                forms.setdefault("number" if kind == "integer" else kind, []).append(text)
+        return {kind: self.arena.either(*several) for kind, several in forms.items()}
 
     def _literal(self, value: Any) -> int:
         match value:
@@ -280,7 +307,7 @@ class JsonSchema:
 
     def _object(self, schema: Mapping[str, Any]) -> int:
         properties = schema.get("properties", {})
-        required = list(schema.get("required", []))
+        required = list(dict.fromkeys(schema.get("required", [])))
         extra = self._extra(schema, [*properties, *required])
         pairs = [
             (self._pair(spelled(self.arena, quoted, key), self.value(part)), key in required)
@@ -365,6 +392,14 @@ class JsonSchema:
 
     def _wrap(self, left: str, right: str, body: int) -> int:
         return self.arena.sequence(self.arena.text(left), body, self.arena.text(right))
+
+
+def _vet(schema: Mapping[str, Any]) -> None:
+    """Raises ValueError for a keyword whose value is of the wrong kind."""
+    for key, value in schema.items():
+        words, fits = _SHAPES.get(key, ("", None))
+        if fits is not None and not fits(value):
+            raise ValueError(f"The schema's {key} must be {words}, not {json.dumps(value)[:80]}.")
 
 
 def _list(value: Any) -> list:

@@ -10,7 +10,7 @@ import re._parser as parser  # type: ignore[import-not-found]  # are within what
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from perilune.serve.grammar.expression import EMPTY, Arena
+from perilune.serve.grammar.expression import EMPTY, NOTHING, Arena
 
 Ranges = list[tuple[int, int]]  # code points, both ends in
 Write = Callable[[Arena, Ranges], int]  # how one character out of a set is written
@@ -101,8 +101,11 @@ def string(arena: Arena, write: Write, least: int = 0, most: int | None = None) 
 
 
 def spelled(arena: Arena, write: Write, text: str) -> int:
-    """Exactly this text."""
-    return arena.sequence(*(write(arena, [(ord(c), ord(c))]) for c in text))
+    """Exactly this text. NOTHING where it holds a lone surrogate, which has no UTF-8."""
+    try:
+        return arena.text(text if write is plain else "".join(_ESCAPED.get(ord(c), c) for c in text))
+    except UnicodeEncodeError:
+        return NOTHING
 
 
 def pattern(arena: Arena, regex: str, write: Write, whole: bool = False) -> int:

@@ -13,11 +13,12 @@ from itertools import chain
 import numpy as np
 
 from perilune.chat.segments import CLOSE, OPEN, SEP
-from perilune.serve.grammar.expression import INFINITE, NOTHING, Arena
+from perilune.serve.grammar.expression import INFINITE, NOTHING, Arena, TooLarge
 from perilune.tokenizer import Tokenizer
 
 _FAR = np.iinfo(np.int32).max
 _KEPT = 256  # states whose landings are remembered; at 160,000 tokens each takes 640 KB
+_ROW = 20  # work that a state counts for: a row of the table is 1 KB
 UNKNOWN = -1
 
 
@@ -61,6 +62,7 @@ class Language:
     may be returned to."""
 
     def __init__(self, arena: Arena, start: int, vocabulary: Vocabulary) -> None:
+        arena.check()
         if arena.shortest(start) == INFINITE:
             raise ValueError("Nothing satisfies this grammar.")
         self._arena, self._vocabulary = arena, vocabulary
@@ -71,9 +73,15 @@ class Language:
         self._expressions, self._rows = [NOTHING], {NOTHING: 0}
         self._landings: OrderedDict[int, np.ndarray] = OrderedDict()
         self._start = self._row(start)
+        self.mask(self._start)  # what cannot be held to is found before a request waits for it
 
     def start(self) -> int:
         return self._start
+
+    @property
+    def spent(self) -> bool:
+        """Whether it has grown too large to go on; states that are known still work."""
+        return self._arena.spent
 
     def accepting(self, state: int) -> bool:
         """Whether the turn may end here."""
@@ -81,7 +89,8 @@ class Language:
 
     def mask(self, state: int, left: int | None = None) -> np.ndarray:
         """bool [V]: the ids that may come next. With `left` tokens to go, this one and the end included, only ids after
-        which the rest still fits, byte by byte; where that is none, only those that shorten the rest the most."""
+        which the rest still fits, byte by byte; where that is none, only those that shorten the rest the most. Raises
+        TooLarge (a ValueError) when the grammar has grown beyond what one may take."""
         landing = self._land(state)  # it may make new states, so their needs are read after
         needs = self._need[landing]
         allowed = needs < _FAR
@@ -104,7 +113,11 @@ class Language:
         """int32 [V]: the state that each token leads to, 0 where it may not come."""
         known = self._landings.get(state)
         if known is None:
-            known = self._landings[state] = self._walk(state)
+            try:
+                known = self._landings[state] = self._walk(state)
+            except RecursionError:  # what was half done is not to be trusted
+                self._arena.exhaust()
+                raise TooLarge from None
             if len(self._landings) > _KEPT:
                 self._landings.popitem(last=False)
         self._landings.move_to_end(state)
@@ -149,6 +162,7 @@ class Language:
 
     def _new_row(self, expression: int, need: int) -> int:
         row = len(self._expressions)
+        self._arena.spend(_ROW)
         self._expressions.append(expression)
         if row == len(self._table):
             self._table = np.concatenate([self._table, np.full_like(self._table, UNKNOWN)])
