@@ -23,6 +23,7 @@ from perilune.sandbox import Guard, Runtime, Sandbox, Shape, setup
 from perilune.sandbox.http.metrics import usage
 from perilune.sandbox.images import ext4
 from perilune.sandbox.images.unpack import unpack
+from perilune.sandbox.snapshot import Snapshot
 from perilune.sandbox.template import add_template
 
 COMMAND = ["/bin/true"]
@@ -67,11 +68,20 @@ def runtime(image: Path | None) -> Iterator[Runtime]:
             yield made
 
 
+def keep(rt: Runtime, template: Snapshot, spares: int) -> None:
+    """Of this template's memory base: nothing (-1), the stem that machines are forked from, and so many spares."""
+    rt.pool.forget()
+    rt.pool.drop(template.id)
+    rt.pool.unasked = spares >= 0
+    if spares >= 0:
+        rt.pool.want(template, spares)
+
+
 def create(rt: Runtime, rows: Rows, times: int) -> None:
     """From the template: in a new machine, and in a spare that holds the template's guest."""
     template = rt.resolve("base")
-    for name, spares in (("cold", 0), ("spare", 2)):
-        rt.pool.want(template, spares)
+    for name, spares in (("nothing kept", -1), ("forked", 0), ("spare", 2)):
+        keep(rt, template, spares)
         seen: list[float] = []
 
         def once(seen: list[float] = seen) -> float:
@@ -92,9 +102,9 @@ def pause_and_resume(rt: Runtime, rows: Rows, times: int) -> None:
     """Checkpoint and resume; a spare holds another guest of the same template; a lingering machine is the box's own."""
     template = rt.resolve("base")
     for name, warm, linger, target in (
-        ("cold spawn", 0, 0, "60"), ("spare", 2, 0, "30"), ("it lingered", 0, 60, "30"),
+        ("nothing kept", -1, 0, ""), ("forked", 0, 0, "60"), ("spare", 2, 0, "30"), ("it lingered", 0, 60, "30"),
     ):  # fmt: skip
-        rt.pool.want(template, warm)
+        keep(rt, template, warm)
         rt.lingering.seconds = linger
         with Sandbox.create(runtime=rt) as box:
             seen: list[float] = []
@@ -136,8 +146,8 @@ def checkpoint(rt: Runtime, rows: Rows, times: int) -> None:
 def fork(rt: Runtime, rows: Rows, times: int) -> None:
     """Ten children of a running sandbox, all answering."""
     template = rt.resolve("base")
-    for name, warm, target in (("cold", 0, "500"), ("spares", 10, "200")):
-        rt.pool.want(template, warm)
+    for name, warm, target in (("nothing kept", -1, ""), ("forked", 0, "500"), ("spares", 10, "200")):
+        keep(rt, template, warm)
         with Sandbox.create(runtime=rt) as box:
 
             def once(box: Sandbox = box) -> float:

@@ -48,7 +48,7 @@ def _failures() -> Iterator[None]:
 def _runtime(home: Path | None) -> Iterator[Runtime]:
     """A runtime that lets sandboxes run on when the command ends."""
     with _failures():
-        runtime = Runtime(home)
+        runtime = Runtime(home, warm=None)
         try:
             yield runtime
         finally:

@@ -96,9 +96,9 @@ class Stored:
     offset: int
 
     @property
-    def address(self) -> int:
-        """Where the pages lie, one after another."""
-        return int(self.raw.ctypes.data) + self.offset
+    def pages(self) -> np.ndarray:
+        """Of all runs, one after another: [N, PAGE]."""
+        return self.raw[self.offset :].reshape(-1, PAGE)
 
 
 NOTHING = Stored(np.zeros((0, 2), np.int64), np.zeros(0, np.uint8), 0)
@@ -128,7 +128,7 @@ def flatten(base: Path, diff: Stored, target: Path) -> None:
         size = base.stat().st_size
         new.truncate(size)
         _copy_data(old.fileno(), new.fileno(), size)
-        pages = diff.raw[diff.offset :].reshape(-1, PAGE)
+        pages = diff.pages
         at = 0
         for start, count in diff.runs.tolist():
             run = pages[at : at + count]

@@ -1,12 +1,13 @@
-"""How a guest starts: from a snapshot in a new machine, from a snapshot in a machine that has run a sibling, or by its
-kernel's first instruction."""
+"""How a guest starts: from a snapshot in a new machine, from a snapshot in a machine that was forked from one that has
+run a sibling, or by its kernel's first instruction."""
 
 import contextlib
 import os
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from perilune.sandbox import memory, setup
@@ -27,6 +28,8 @@ from perilune.sandbox.vmm.driver import Plan, Shape
 from perilune.sandbox.vmm.machine import QemuMachine
 from perilune.sandbox.vmm.qemu import Qemu
 
+_OVERHEAD_MB = 160  # of QEMU itself
+
 
 @dataclass(frozen=True)
 class Launcher:
@@ -37,68 +40,79 @@ class Launcher:
     qemu: Qemu
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16, "perilune-load"))
 
-    def spawn(self, base: Path, shape: Shape, boot: bool = False, overhead_mb: int = 160) -> Spare:
-        """A QEMU on `base`; with `boot`, one that will start the guest kernel."""
+    def spawn(self, base: Path, shape: Shape, boot: bool = False, stem: bool = False) -> Spare:
+        """A QEMU on `base`; with `boot`, one that will start the guest kernel; a `stem` can be forked."""
         if not base.exists():  # QEMU would make an empty one
             raise SnapshotCorrupt(f"memory base {base.name} is missing")
-        folder = self.store.run / secrets.token_hex(8)
         kernel = (self.guest.kernel, self.guest.initrd, self.guest.append) if boot else (None, None, "")
+        spare = self._spare(base, shape, lambda folder: self.qemu.spawn(Plan(shape, base, folder, *kernel), stem))
+        spare.stem = stem
+        return spare
+
+    def fork(self, stem: Spare, snapshot: Snapshot, stored: Stored | None = None) -> Spare:
+        """A machine that holds `snapshot`'s guest, forked from one that has run a guest on the same memory base."""
+        assert stem.top is not None and stem.ram is not None
+        same = stem.snapshot == snapshot.id
+        opening = None if stored or same else self.threads.submit(self.store.open_memory, snapshot)
+        spare = self._spare(stem.base, stem.shape, stem.machine.fork)
+        spare.snapshot, spare.own, spare.ram = stem.snapshot, stem.own, replace(stem.ram, pid=spare.machine.pid)
+        with spare.at_risk():
+            if not same:
+                return self.load(spare, snapshot, opening.result() if opening else stored)
+            spare.top = new_layer(self.store, stem.top)
+            spare.claim()
+            spare.machine.seal_disk(spare.top)
+            return spare
+
+    def _spare(self, base: Path, shape: Shape, start: Callable[[Path], QemuMachine]) -> Spare:
+        folder = self.store.run / secrets.token_hex(8)
         folder.mkdir()
         (folder / "owner").write_text(f"{os.getpid()} {started_at(os.getpid())}")
-        machine = self.qemu.spawn(Plan(shape, base, folder, *kernel))
-        group = Group(folder.name, shape.vcpus, shape.memory_mb + overhead_mb)
-        group.add_soon(machine.pid)
-        return Spare(machine, base, shape, group)
+        return Spare(start(folder), base, shape, Group(folder.name, shape.vcpus, shape.memory_mb + _OVERHEAD_MB))
 
     # ---- from a snapshot ----
 
     def load(self, spare: Spare, snapshot: Snapshot, stored: Stored | None = None) -> Spare:
         """Disk, memory, devices: afterwards the spare holds the snapshot's guest, stopped."""
-        try:
-            fill = self._exchange if spare.snapshot else self._fill
+        with spare.at_risk():
             before, spare.top = spare.top, new_layer(self.store, self.store.layers / snapshot.top)
             spare.claim()
             stored = stored or self.store.open_memory(snapshot)  # checked while QEMU starts
             _ = spare.machine.qmp  # it has started, and so mapped its memory
-            filling = self.threads.submit(fill, spare, stored)
+            changed = self._fill(spare, stored)
             spare.machine.attach_disk(spare.top)
-            changed = filling.result()
             spare.machine.load(self.store.path(snapshot.id) / "state", changed)
             spare.snapshot = snapshot.id
-            spare.group.added()
             if before:
                 remove(before)
             return spare
-        except BaseException:
-            spare.discard()
-            raise
 
     @staticmethod
-    def _fill(spare: Spare, stored: Stored) -> None:
-        memory.fill(memory.mapping(spare.machine.pid, spare.base), stored.runs, stored.address)
+    def _fill(spare: Spare, stored: Stored) -> bytes | None:
+        """The snapshot's memory; which pages it changed, when the machine held another guest."""
+        if spare.ram is None or spare.own is None:
+            memory.fill(memory.mapping(spare.machine.pid, spare.base), stored.runs, stored.pages)
+            return None
+        own, spare.own = spare.own, None
+        return memory.exchange(spare.ram, spare.base, own, stored.runs, stored.pages).tobytes()
 
-    @staticmethod
-    def _exchange(spare: Spare, stored: Stored) -> bytes:
-        where = memory.mapping(spare.machine.pid, spare.base)
-        return memory.exchange(where, spare.base, stored.runs, stored.address).tobytes()
-
-    def rehearse(self, spare: Spare) -> None:
+    def rehearse(self, stem: Spare) -> None:
         """Let a loaded guest run one command and stop it again. TCG has then translated what every resume and every
         command runs, for this guest and all that share its base; under KVM the pages are there."""
-        agent = Agent(spare.machine.verdict)
+        agent = Agent(stem.machine.verdict)
         try:
-            agent.attach(spare.machine.agent_socket, spare.machine.pid)
-            agent.start()
-            spare.machine.run()
-            agent.identify(wire.identity(time.time_ns(), os.urandom(64), 0, "spare", "", {}))
-            exercise(agent)
-            agent.quiesce()
-            spare.machine.stop()
+            with stem.at_risk():
+                agent.attach(stem.machine.agent_socket, stem.machine.pid)
+                agent.start()
+                stem.machine.run()
+                agent.identify(wire.identity(time.time_ns(), os.urandom(64), 0, "spare", "", {}))
+                exercise(agent)
+                agent.quiesce()
+                stem.machine.stop()
+                stem.ram = memory.mapping(stem.machine.pid, stem.base)
+                stem.own = memory.Own.of(stem.ram)
+        finally:
             agent.close()
-        except BaseException:
-            spare.discard()
-            agent.close()
-            raise
 
     def wake(self, spare: Spare, record: Record, agent: Agent | None) -> Live:
         """Let a loaded guest run as `record`; streams of a kept `agent` go on."""
@@ -110,6 +124,7 @@ class Launcher:
             live.agent.start()
             spare.machine.run()
             live.identify(network)
+            live.group.add_soon(spare.machine.pid)
             if agent is None:
                 live.agent.inventory()
             return live
@@ -140,7 +155,7 @@ class Launcher:
             live.limit()
             network = live.plug(self.store.home)
             live.agent.attach(spare.machine.agent_socket, spare.machine.pid)
-            spare.group.added()
+            spare.group.add(spare.machine.pid)
             spare.machine.run()
             live.agent.hello()
             live.identify(network)

@@ -64,6 +64,7 @@ class Group:
 
     def __init__(self, name: str, vcpus: int = 0, memory_mb: int = 0) -> None:
         self._adding: threading.Thread | None = None
+        self._vcpus, self._memory_mb = vcpus, memory_mb
         if version() == 2:
             self.folders = dict.fromkeys(("memory", "cpu"), ROOT / NAME / name)
         elif version() == 1:
@@ -75,12 +76,16 @@ class Group:
                 self.folders["blkio"] = self._throttle
         else:
             self.folders = {}
+
+    def make(self) -> None:
+        """Create it, with its limits."""
         for folder in set(self.folders.values()):
             folder.mkdir(parents=True, exist_ok=True)
-        if memory_mb:
-            self._put("memory", "memory.max" if version() == 2 else "memory.limit_in_bytes", str(memory_mb << 20))
-        if vcpus:
-            self._limit_cpu(vcpus)
+        if self._memory_mb:
+            most = "memory.max" if version() == 2 else "memory.limit_in_bytes"
+            self._put("memory", most, str(self._memory_mb << 20))
+        if self._vcpus:
+            self._limit_cpu(self._vcpus)
 
     def _limit_cpu(self, vcpus: int) -> None:
         quota = vcpus * _PERIOD + _PERIOD // 4  # a quarter of a core for QEMU's own threads
@@ -93,6 +98,7 @@ class Group:
     def limit_io(self, where: Path, pid: int, bytes_per_second: int, operations_per_second: int) -> None:
         """Most that `pid` may read, and may write, on the disk that holds `where`; 0 means no limit."""
         disk = device(where)
+        self.make()
         match io(where):
             case "io.max":
                 rates = (("bps", bytes_per_second), ("iops", operations_per_second))
@@ -120,23 +126,26 @@ class Group:
 
     def add(self, pid: int) -> None:
         """Put a process (and what it starts) under these limits."""
+        self.make()
         for folder in set(self.folders.values()):
             with contextlib.suppress(OSError):
                 (folder / "cgroup.procs").write_text(str(pid))
 
     def add_soon(self, pid: int) -> None:
-        """The same beside other work: the kernel waits for a grace period (10 ms or more)."""
-        self._adding = threading.Thread(target=self.add, args=(pid,), daemon=True)
-        self._adding.start()
+        """The same, once, beside other work: the kernel waits for a grace period (10 ms or more), and lets no process
+        of this host start a thread meanwhile."""
+        if self._adding is None:
+            self._adding = threading.Thread(target=self.add, args=(pid,), daemon=True)
+            self._adding.start()
 
     def added(self) -> None:
         """Wait until the limits hold."""
         if self._adding:
             self._adding.join()
-            self._adding = None
 
     def entrance(self) -> list[str]:
         """A command prefix that enters this group before it becomes what follows."""
+        self.make()
         files = " ".join(str(folder / "cgroup.procs") for folder in set(self.folders.values()))
         return ["sh", "-c", f'for f in {files}; do echo $$ > "$f"; done; exec "$@"', "sh"] if files else []
 

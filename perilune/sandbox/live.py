@@ -1,8 +1,10 @@
 """A running guest: its machine, its agent, and the record that says so; and a machine that waits for a guest."""
 
+import contextlib
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from perilune.sandbox.catalogue import Record
 from perilune.sandbox.errors import DiskFull, SandboxError
 from perilune.sandbox.files import on_host, remove
 from perilune.sandbox.limits import Group
+from perilune.sandbox.memory import Mapping, Own
 from perilune.sandbox.network import PLAN, Slot, acquire, wanted
 from perilune.sandbox.snapshot import Store
 from perilune.sandbox.vmm.driver import Shape
@@ -100,7 +103,8 @@ class Live:
 
 @dataclass
 class Spare:
-    """A machine without a sandbox: waiting for a guest, or holding the stopped guest of `snapshot`."""
+    """A machine without a sandbox: waiting for a guest, or holding the stopped guest of `snapshot`. From a `stem`
+    others are forked; their disk layers stand on its."""
 
     machine: QemuMachine
     base: Path
@@ -108,6 +112,18 @@ class Spare:
     group: Group
     top: Path | None = None
     snapshot: str = ""
+    stem: bool = False
+    ram: Mapping | None = None  # of a stem and its forks: where guest memory is,
+    own: Own | None = None  # and in which pages it differs from the base
+
+    @contextlib.contextmanager
+    def at_risk(self) -> Iterator[None]:
+        """Discarded when what is done to it fails."""
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
 
     def claim(self) -> None:
         """What `Upkeep.collect` of any process leaves alone, until a record names it or the machine's folder goes."""
@@ -119,5 +135,5 @@ class Spare:
         self.machine.kill()
         self.group.remove()
         remove(self.machine.agent_socket.parent)
-        if self.top:
+        if self.top and not self.stem:
             remove(self.top)

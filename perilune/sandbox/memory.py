@@ -99,18 +99,19 @@ def _pagemap(where: Mapping) -> np.ndarray:
     with Path(f"/proc/{where.pid}/pagemap").open("rb") as file:
         file.seek(where.start // PAGE * 8)
         flags = np.frombuffer(file.read(where.size // PAGE * 8), "<u8")
-    return runs_of(((flags >> 62) & 1 == 1) | (((flags >> 63) & 1 == 1) & ((flags >> 61) & 1 == 0)))
+    own = ((flags >> 62) & 1 == 1) | (((flags >> 63) & 1 == 1) & ((flags >> 61) & 1 == 0))
+    return _runs(np.flatnonzero(own))
 
 
-def runs_of(pages: np.ndarray) -> np.ndarray:
-    """Runs of the pages that are true."""
-    edges = np.flatnonzero(np.diff(np.r_[False, pages, False]))
-    return np.stack([edges[::2], edges[1::2] - edges[::2]], 1).astype(np.int64)
+def numbers(runs: np.ndarray) -> np.ndarray:
+    """The pages in `runs`, one by one."""
+    ends = np.cumsum(runs[:, 1])
+    return np.arange(runs[:, 1].sum()) + np.repeat(runs[:, 0] - ends + runs[:, 1], runs[:, 1])
 
 
-def _put(mask: np.ndarray, runs: np.ndarray, value: bool) -> None:
-    for start, count in runs.tolist():
-        mask[start : start + count] = value
+def _runs(pages: np.ndarray) -> np.ndarray:
+    """The inverse, of ascending pages."""
+    return merged(np.stack([pages, np.ones_like(pages)], 1))
 
 
 def batches(runs: np.ndarray) -> Iterator[np.ndarray]:
@@ -147,28 +148,44 @@ def fetch(where: Mapping, batch: np.ndarray, local: int) -> int:
     return _move(_libc.process_vm_readv, where, batch, local)
 
 
-def fill(where: Mapping, runs: np.ndarray, local: int) -> None:
-    """What lies at `local`, page by page, to the guest's `runs`; its machine must stand still."""
+def fill(where: Mapping, runs: np.ndarray, pages: np.ndarray) -> None:
+    """`pages` [N, PAGE], one after another, to the guest's `runs`; its machine must stand still."""
     if len(runs) and int((runs[:, 0] + runs[:, 1]).max()) * PAGE > where.size:
         raise SnapshotCorrupt("the memory diff reaches beyond the guest's memory")
+    local = pages.ctypes.data
     for batch in batches(runs):
         local += _move(_libc.process_vm_writev, where, batch, local)
 
 
-def exchange(where: Mapping, base: Path, runs: np.ndarray, local: int) -> np.ndarray:
-    """Turn one guest on `base` into another: `runs` from `local`, all else that the first one wrote back to the base's.
-    Returns the runs of pages that are not what they were."""
-    mask = np.zeros(where.size // PAGE, bool)
-    _put(mask, diverged(where), True)
-    _put(mask, runs, False)
-    back = runs_of(mask)
-    if len(back):
-        data = np.memmap(base, np.uint8, "r")
-        kept = np.concatenate([data[start * PAGE : (start + count) * PAGE] for start, count in back.tolist()])
-        fill(where, back, kept.ctypes.data)
-    fill(where, runs, local)
-    _put(mask, runs, True)
-    return runs_of(mask)
+@dataclass(frozen=True)
+class Own:
+    """The pages in which a guest differs from its base: their numbers, ascending, and what they hold, [N, PAGE]."""
+
+    numbers: np.ndarray
+    pages: np.ndarray
+
+    @classmethod
+    def of(cls, where: Mapping) -> "Own":
+        """Of a guest that stands still."""
+        runs = diverged(where)
+        pages = np.empty((int(runs[:, 1].sum()), PAGE), np.uint8)
+        local = pages.ctypes.data
+        for batch in batches(runs):
+            local += fetch(where, batch, local)
+        return cls(numbers(runs), pages)
+
+
+def exchange(where: Mapping, base: Path, own: Own, runs: np.ndarray, pages: np.ndarray) -> np.ndarray:
+    """Turn one guest on `base`, which differs from it by `own`, into another, which has `pages` [N, PAGE] in `runs`.
+    Returns the runs that were written: a page that both have alike is not."""
+    wanted = numbers(runs)
+    _, mine, at = np.intersect1d(own.numbers, wanted, assume_unique=True, return_indices=True)
+    differs = np.ones(len(wanted), bool)
+    differs[at] = (own.pages[mine].view(np.uint64) != pages[at].view(np.uint64)).any(1)
+    back = np.setdiff1d(own.numbers, wanted, assume_unique=True)
+    fill(where, _runs(back), np.memmap(base, np.uint8, "r").reshape(-1, PAGE)[back])
+    fill(where, _runs(wanted[differs]), pages if differs.all() else pages[differs])
+    return _runs(np.union1d(back, wanted[differs]))
 
 
 def empty(path: Path, size: int) -> None:

@@ -1,8 +1,10 @@
-"""Machines made ahead of need. Each holds a snapshot's guest, rehearsed with one command and stopped: ready at once for
-that snapshot (hot), and after an exchange of memory and devices for any other on the same memory base (warm).
+"""Machines made ahead of need. For a memory base in use one is kept, the stem, that holds a snapshot's guest, has run
+one command and stands still: machines are forked from it, loaded and translated as it is. Spares are such forks made
+before somebody asks: ready at once for the snapshot that they hold (hot), and after an exchange of memory and devices
+for any other on the same base (warm).
 
-`take` gives the best there is; a thread makes up for what was taken. A machine in a jail cannot take a second guest:
-there a spare waits on the base for its first.
+`take` gives the best there is; a thread makes up for what was taken. A machine in a jail can neither be forked nor take
+a second guest: there a spare waits on the base for its first.
 """
 
 import logging
@@ -30,17 +32,24 @@ def kind_of(snapshot: Snapshot) -> Kind:
 
 @dataclass
 class Pool:
-    """Spares by kind. `follow` are kept for each of the two kinds that were used last, unasked."""
+    """Stems and spares by kind. For each of the two kinds that were used last a stem is kept unasked, and `follow`
+    spares; not `unasked`: only what is wanted."""
 
     launcher: Launcher
     follow: int = 0
+    unasked: bool = True
     _recent: list[Snapshot] = field(default_factory=list)
     _wants: dict[str, tuple[Snapshot, int]] = field(default_factory=dict)
     _spares: dict[Kind, deque[Spare]] = field(default_factory=lambda: defaultdict(deque))
+    _stems: dict[Kind, Spare] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _taken: float = 0.0
     _thread: threading.Thread | None = None
     _closed: bool = False
+
+    @property
+    def _jailed(self) -> bool:
+        return self.launcher.qemu.jail is not None
 
     def want(self, snapshot: Snapshot, count: int) -> None:
         """From now on keep so many spares that hold `snapshot`'s guest."""
@@ -58,25 +67,29 @@ class Pool:
         """A machine that holds `snapshot`'s guest, stopped; `stored` is its memory when that was opened already."""
         with self._changed:
             spare, self._taken = self._pop(snapshot), time.monotonic()
-            leaving = self._remember(snapshot) if self.follow else []
+            stem = self.stem(snapshot)
+            leaving = self._remember(snapshot) if self.unasked else []
             self._begin()
         for old in leaving:
             old.discard()
         if spare and spare.snapshot == snapshot.id:
             return spare
-        if spare:
-            try:
+        try:
+            if spare:
                 return self.launcher.load(spare, snapshot, stored)
-            except (SandboxError, OSError) as error:  # a new one says whether the snapshot is at fault
-                _log.warning("a spare could not take a second guest: %s", error)
+            if stem:
+                return self.launcher.fork(stem, snapshot, stored)
+        except (SandboxError, OSError) as error:  # a new one says whether the snapshot is at fault
+            _log.warning("a machine that has run a guest could not take another: %s", error)
         return self.launcher.load(self._spawn(snapshot), snapshot, stored)
 
-    def _spawn(self, snapshot: Snapshot) -> Spare:
-        return self.launcher.spawn(self.launcher.store.memory / snapshot.base, snapshot.shape)
+    def _spawn(self, snapshot: Snapshot, stem: bool = False) -> Spare:
+        return self.launcher.spawn(self.launcher.store.memory / snapshot.base, snapshot.shape, stem=stem)
 
     def _pop(self, snapshot: Snapshot) -> Spare | None:
         spares = self._spares[kind_of(snapshot)]
-        for spare in sorted(spares, key=lambda s: s.snapshot != snapshot.id):
+        fit = [s for s in spares if s.snapshot in ("", snapshot.id) or s.own]
+        for spare in sorted(fit, key=lambda s: s.snapshot != snapshot.id):
             spares.remove(spare)
             if spare.machine.state != "gone":
                 return spare
@@ -90,11 +103,19 @@ class Pool:
         known = [s for s in self._recent if kind_of(s) == kind and self._exists(s)]
         self._recent = [*(known or [snapshot]), *(s for s in self._recent if kind_of(s) != kind)]
         gone, self._recent = self._recent[2:], self._recent[:2]
-        return [spare for old in gone for spare in self._unneeded(kind_of(old))]
+        return self._unneeded() if gone else []
 
-    def _unneeded(self, kind: Kind) -> list[Spare]:
-        wanted = {kind_of(snapshot) for snapshot, _ in self._wants.values()}
-        return [] if kind in wanted else list(self._spares.pop(kind, ()))
+    def _unneeded(self) -> list[Spare]:
+        """Takes out what nobody seeks any more."""
+        wants, recent = list(self._wants.values()), set(map(kind_of, self._recent))
+        gone = []
+        for kind in [*self._spares, *self._stems]:
+            wanted = [count for snapshot, count in wants if kind_of(snapshot) == kind]
+            spares, most = self._spares[kind], max(sum(wanted), self.follow if kind in recent else 0)
+            gone += [spares.pop() for _ in range(len(spares) - most)]
+            if not wanted and kind not in recent and kind in self._stems:
+                gone.append(self._stems.pop(kind))
+        return gone
 
     def ready(self, timeout_s: float = 60.0) -> bool:
         """Wait until every want is met."""
@@ -105,16 +126,25 @@ class Pool:
         """For what to make a spare."""
         for snapshot, count in self._wants.values():
             spares = self._spares[kind_of(snapshot)]
-            if self.launcher.qemu.jail:  # none holds a guest yet: each serves whoever comes first
+            if self._jailed:  # none holds a guest yet: each serves whoever comes first
                 held, count = len(spares), sum(c for s, c in self._wants.values() if kind_of(s) == kind_of(snapshot))
             else:
                 held = sum(spare.snapshot == snapshot.id for spare in spares)
-            if held < count:
+            if held < count or not (self._jailed or self.stem(snapshot)):
                 return snapshot
         for snapshot in self._recent:
-            if len(self._spares[kind_of(snapshot)]) < self.follow and self._exists(snapshot):
+            short = len(self._spares[kind_of(snapshot)]) < self.follow or not (self._jailed or self.stem(snapshot))
+            if short and self._exists(snapshot):
                 return snapshot
         return None
+
+    def stem(self, snapshot: Snapshot) -> Spare | None:
+        """The machine from which those of its kind are forked, if there is one."""
+        stem = self._stems.get(kind_of(snapshot))
+        if stem and stem.machine.state == "gone":
+            self._stems.pop(kind_of(snapshot)).discard()
+            return None
+        return stem
 
     def _exists(self, snapshot: Snapshot) -> bool:
         store = self.launcher.store
@@ -140,17 +170,24 @@ class Pool:
                     self._changed.wait(1.0)
 
     def _make(self, snapshot: Snapshot) -> None:
-        spare = self._spawn(snapshot)
-        if self.launcher.qemu.jail:
-            _ = spare.machine.qmp  # connected, so that whoever takes it need not wait
-            spare.group.added()
-        else:
-            self.launcher.rehearse(self.launcher.load(spare, snapshot))
         with self._changed:
-            if not self._closed and kind_of(snapshot) in map(kind_of, self._sought()):
-                self._spares[kind_of(snapshot)].append(spare)
+            kind, stem = kind_of(snapshot), self.stem(snapshot)
+        if stem:
+            made = self.launcher.fork(stem, snapshot)
+        else:
+            made = self._spawn(snapshot, stem=not self._jailed)
+            if made.stem:
+                self.launcher.rehearse(self.launcher.load(made, snapshot))
+        _ = made.machine.qmp  # connected, so that whoever takes it need not wait
+        made.group.add_soon(made.machine.pid)
+        with self._changed:
+            if not self._closed and kind in map(kind_of, self._sought()):
+                if made.stem:
+                    self._stems[kind] = made
+                else:
+                    self._spares[kind].append(made)
                 return
-        spare.discard()
+        made.discard()  # nobody needs it any more
 
     def _sought(self) -> list[Snapshot]:
         return [*self._recent, *(snapshot for snapshot, _ in self._wants.values())]
@@ -158,11 +195,10 @@ class Pool:
     def drop(self, snapshot: str) -> None:
         """The snapshot goes: so do its spares."""
         with self._changed:
-            wanted, _ = self._wants.pop(snapshot, (None, 0))
-            recent = [s for s in self._recent if s.id == snapshot]
+            self._wants.pop(snapshot, None)
             self._recent = [s for s in self._recent if s.id != snapshot]
-            spares = [s for one in {kind_of(s) for s in (wanted, *recent) if s} for s in self._unneeded(one)]
-        for spare in spares:
+            gone = self._unneeded()
+        for spare in gone:
             spare.discard()
 
     def forget(self) -> None:
@@ -175,8 +211,9 @@ class Pool:
         with self._changed:
             self._closed = True
             self._wants, self._recent = {}, []
-            spares = [s for group in self._spares.values() for s in group]
+            spares = [s for group in self._spares.values() for s in group] + list(self._stems.values())
             self._spares.clear()
+            self._stems.clear()
             self._changed.notify_all()
         for spare in spares:
             spare.discard()

@@ -37,14 +37,15 @@ _AT_ONCE = 8  # children that start; more only get in each other's way
 
 
 class Runtime(Roster):
-    """Thread-safe."""
+    """Thread-safe. For the two memory bases that were used last it keeps a machine from which others are forked, and
+    `warm` forks made ahead; with None, nothing."""
 
     def __init__(
         self,
         home: Path | None = None,
         guard: Guard | None = None,
         jail: str | None = None,
-        warm: int = 0,
+        warm: int | None = 0,
         linger_s: float = 0.0,
     ) -> None:
         self.home = (home or setup.default_home()).absolute()
@@ -59,7 +60,7 @@ class Runtime(Roster):
         camera = Camera(store, self.platform, launcher.threads)
         super().__init__(store, Catalogue(self.home / "catalogue.db"), launcher, camera)
         self.guard = guard or Guard()
-        self.pool = Pool(launcher, warm)
+        self.pool = Pool(launcher, warm or 0, warm is not None)
         self.lingering = linger.Lingering(linger_s)
         self.upkeep = Upkeep(store, self.catalogue, self.lock)
         self._agents: dict[str, Agent] = {}  # of paused sandboxes: streams that go on after the resume

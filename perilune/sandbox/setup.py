@@ -16,7 +16,7 @@ from perilune.sandbox.files import sha256, temporary, write_atomically
 from perilune.sandbox.vmm import accel
 
 SOURCES = Path(__file__).parent / "guest"
-PRELOAD = Path(__file__).parent / "vmm" / "preload.c"
+PRELOAD = Path(__file__).parent / "vmm"
 MODULES = ("virtio_pci", "virtio_mmio", "virtio_console", "virtio_blk", "virtio_net", "virtio_balloon", "ext4")
 CONTAINER_MODULES = ("overlay", "fuse", "loop", "veth", "bridge", "nf_tables", "nft_masq", "nft_ct", "nft_chain_nat")
 APPEND = (
@@ -77,7 +77,7 @@ def build(home: Path, kernel: Path | None = None, paravirtual: bool = False, ask
     elif (folder / "modules").is_dir() and kernel.parent == folder:
         modules = _ordered_modules(folder / "modules")
     shutil.copyfile(agent(), folder / "agent")
-    _compile(folder / "preload.so", ["-shared", "-fPIC", "-Os", "-s"], [PRELOAD])
+    _compile(folder / "preload.so", ["-shared", "-fPIC", "-Os", "-s"], sorted(PRELOAD.glob("*.c")))
     initrd(folder / "initrd.gz", folder / "agent", modules)
     machine = kernel_machine(kernel)
     choice = asked or accel.choose(accel.probe(), paravirtual)
@@ -103,7 +103,7 @@ def kernel_machine(kernel: Path) -> str:
 
 
 def _sources_digest() -> str:
-    files = [*sorted([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")]), PRELOAD]
+    files = sorted(file for folder in (SOURCES, PRELOAD) for file in folder.glob("*.[ch]"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -198,6 +198,8 @@ def test_nothing_is_left(runtime: Runtime) -> None:
     base = runtime.resolve("base").id
     for identity in [identity for identity, *_ in known_templates(runtime) if identity != base]:
         runtime.delete_snapshot(identity)
+    assert runtime.pool.ready()
+    runtime.pool.forget()
     runtime.upkeep.settle()
     runtime.upkeep.collect(0)
     assert list(runtime.store.run.iterdir()) == []

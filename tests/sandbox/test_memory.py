@@ -46,7 +46,7 @@ def test_saved_and_restored_memory_is_the_same(
     ram.close()
     twin, there = _guest(base)
     stored = diff.read(folder / "diff", saved)
-    memory.fill(there, stored.runs, stored.address)
+    memory.fill(there, stored.runs, stored.pages)
     assert bytes(twin) == before
     twin.close()
     diff.flatten(base, stored, folder / "flat")
@@ -119,7 +119,11 @@ def test_a_process_that_held_one_guest_is_made_to_hold_another(
     for page in first:
         ram[page * PAGE : page * PAGE + 5] = b"first"
     stored = diff.read(folder / "diff", saved)
-    changed = memory.exchange(where, base, stored.runs, stored.address)
+    own = memory.Own.of(where)
+    assert set(own.numbers.tolist()) == first
+    changed = memory.exchange(where, base, own, stored.runs, stored.pages)
     assert bytes(ram) == wanted
-    assert {page for start, count in changed.tolist() for page in range(start, start + count)} == first | second
+    assert set(memory.numbers(changed).tolist()) == first | second
+    again = memory.exchange(where, base, memory.Own.of(where), stored.runs, stored.pages)
+    assert set(memory.numbers(again).tolist()) == first - second  # what both have alike is not written
     ram.close()

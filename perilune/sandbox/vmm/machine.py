@@ -14,6 +14,7 @@ from perilune.sandbox.disk import chain
 from perilune.sandbox.errors import (
     GuestPanicked,
     GuestStopped,
+    OutOfCapacity,
     SandboxError,
     SnapshotIncompatible,
     TimedOut,
@@ -22,6 +23,7 @@ from perilune.sandbox.errors import (
 from perilune.sandbox.vmm.child import Child
 from perilune.sandbox.vmm.driver import State
 from perilune.sandbox.vmm.qmp import Qmp
+from perilune.sandbox.vmm.zygote import Door
 
 _MOST_LOG = 1 << 20
 
@@ -29,8 +31,10 @@ _MOST_LOG = 1 << 20
 class QemuMachine:
     """One QEMU process. All methods raise typed errors and leave the process dead or in a named state."""
 
-    def __init__(self, child: Child, folder: Path, state: State, jailed: bool = False) -> None:
-        self._child, self._folder, self._state, self._jailed = child, folder, state, jailed
+    def __init__(
+        self, child: Child, folder: Path, state: State, jailed: bool = False, door: Door | None = None
+    ) -> None:
+        self._child, self._folder, self._state, self._jailed, self._door = child, folder, state, jailed, door
         self._qmp: Qmp | None = None
         self._node = "empty"  # the disk's uppermost image
         self.pid = child.pid
@@ -44,6 +48,16 @@ class QemuMachine:
             running = machine.qmp("query-status")["running"]
             machine._node = _top(machine.qmp("query-named-block-nodes"))
         machine._state = State.RUNNING if running else State.STOPPED
+        return machine
+
+    def fork(self, folder: Path) -> "QemuMachine":
+        """Another process that stands where this one does, STOPPED, with sockets and logs in its own `folder`."""
+        assert self._door is not None
+        pid = self._door.ask(os.fsencode(folder))
+        if pid <= 0:
+            raise OutOfCapacity(f"QEMU cannot be forked: {os.strerror(-pid) if pid else 'it ended'}")
+        machine = QemuMachine(Child(pid), folder, self._state)
+        machine._node = self._node
         return machine
 
     @property
@@ -198,6 +212,8 @@ class QemuMachine:
         self._child.release()
 
     def _close(self) -> None:
+        if self._door:
+            self._door.close()
         if self._qmp:
             self._qmp.close()
             self._qmp = None

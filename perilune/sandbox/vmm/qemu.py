@@ -8,7 +8,7 @@ from perilune.sandbox.errors import SetupMissing
 from perilune.sandbox.vmm.child import Child
 from perilune.sandbox.vmm.driver import Plan, State
 from perilune.sandbox.vmm.machine import QemuMachine
-from perilune.sandbox.vmm.zygote import Zygote
+from perilune.sandbox.vmm.zygote import Door, Zygote
 
 PROGRAM = "qemu-system-x86_64"
 CPUS = {"tcg": "max", "kvm": "host,-arch-capabilities"}  # QEMU 7.2 dies where KVM shows that register but refuses it
@@ -82,11 +82,12 @@ class Qemu:
             return command + boot + (["-initrd", str(plan.initrd)] if plan.initrd else [])
         return [*command, "-incoming", "defer", "-S"]
 
-    def spawn(self, plan: Plan) -> "QemuMachine":
+    def spawn(self, plan: Plan, forkable: bool = False) -> "QemuMachine":
         """Start a QEMU for `plan`: WAITING for a state, or (with a kernel) STOPPED before its first instruction."""
         plan.folder.mkdir(parents=True, exist_ok=True)
         command = self.command(plan) + (["-S"] if plan.kernel else [])
         assert self.zygote is not None
-        child = Child(self.zygote.spawn(command, plan.folder / "qemu.log", self.jail is not None))
+        door = Door() if forkable else None
+        child = Child(self.zygote.spawn(command, plan.folder / "qemu.log", self.jail is not None, door))
         state = State.STOPPED if plan.kernel else State.WAITING
-        return QemuMachine(child, plan.folder, state, jailed=self.jail is not None)
+        return QemuMachine(child, plan.folder, state, jailed=self.jail is not None, door=door)
