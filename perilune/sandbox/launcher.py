@@ -68,7 +68,12 @@ class Launcher:
         folder = self.store.run / secrets.token_hex(8)
         folder.mkdir()
         (folder / "owner").write_text(f"{os.getpid()} {started_at(os.getpid())}")
-        return Spare(start(folder), base, shape, Group(folder.name, shape.vcpus, shape.memory_mb + _OVERHEAD_MB))
+        try:
+            machine = start(folder)
+        except BaseException:
+            remove(folder)
+            raise
+        return Spare(machine, base, shape, Group(folder.name, shape.vcpus, shape.memory_mb + _OVERHEAD_MB))
 
     # ---- from a snapshot ----
 
