@@ -268,20 +268,27 @@ def serve(
     warm: Annotated[int, typer.Option(help="machines to keep ready for what was used last")] = 2,
     linger: Annotated[float, typer.Option(help="seconds a paused machine stays, stopped, for a quick resume")] = 0.0,
     hot: Annotated[int, typer.Option(help="machines to keep that hold template `base`")] = 0,
+    certificate: Annotated[Path | None, typer.Option(help="PEM of *.DOMAIN: serve TLS, as E2B_DOMAIN needs")] = None,
+    key: Annotated[Path | None, typer.Option(help="the certificate's key; default: in the same file")] = None,
     home: Home = None,
 ) -> None:
-    """E2B's HTTP API. Set E2B_API_URL, E2B_SANDBOX_URL and E2B_API_KEY for the SDK."""
+    """E2B's HTTP API. Prints what the SDK wants in its environment: URLs, or with a certificate the domain."""
     try:
+        from perilune.sandbox.http.app import certified
         from perilune.sandbox.http.app import serve as run
         from perilune.sandbox.http.auth import Keys
     except ModuleNotFoundError as error:
         typer.echo(f"perilune sandbox serve: {error.name} is missing: pip install 'perilune[sandbox]'", err=True)
         raise typer.Exit(2) from None
     with _failures():
+        tls = certified(certificate, key or certificate) if certificate else None
+        if tls and ":" not in domain and port != 443:
+            domain = f"{domain}:{port}"
         runtime = Runtime(home, warm=warm, linger_s=linger)
         keys = Keys.load(runtime.home)
         if hot:
             runtime.pool.want(runtime.resolve("base"), hot)
         url = f"http://{host}:{port}"
-        typer.echo(f"E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY={keys.api_key}")
-        run(runtime, host, port, keys, domain, internet)
+        where = f"E2B_DOMAIN={domain}" if tls else f"E2B_API_URL={url} E2B_SANDBOX_URL={url}"
+        typer.echo(f"{where} E2B_API_KEY={keys.api_key}")
+        run(runtime, host, port, keys, domain, internet, tls)

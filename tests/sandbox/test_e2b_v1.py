@@ -1,16 +1,22 @@
-"""What the E2B SDK 2.2 sends, byte for byte by its contract: that SDK cannot be had here, its routes and bodies can."""
+"""What the E2B SDK 2.2 sends, byte for byte: no index here has that SDK, so a client of ours speaks its words in CI
+(test_e2b.py runs the SDK itself where it is on PYTHONPATH)."""
 
 import base64
 import http.client
 import json
+import socket
+import ssl
 import struct
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sandbox.served import served
+from sandbox.served import certificate, served
 
-from perilune.sandbox.http.app import Server
+from perilune.sandbox.errors import InvalidRequest
+from perilune.sandbox.http.app import Server, certified
 from perilune.sandbox.http.auth import Keys
 from perilune.sandbox.runtime import Runtime
 
@@ -42,7 +48,7 @@ class Client:
         status, data = self.daemon("POST", f"/{method}", body, **kind)
         return status, json.loads(data)
 
-    def stream(self, method: str, **message: Any) -> list[dict[str, Any]]:
+    def stream(self, method: str, more: dict[str, str] | None = None, **message: Any) -> list[dict[str, Any]]:
         """A server-streaming Connect call: its messages, the last one the trailer."""
         raw = json.dumps(message).encode()
         kind = {
@@ -50,6 +56,7 @@ class Client:
             "Connect-Protocol-Version": "1",
             "Keepalive-Ping-Interval": "50",
             "Authorization": "Basic " + base64.b64encode(b"user:").decode(),
+            **(more or {}),
         }
         status, data = self.daemon("POST", f"/{method}", struct.pack(">BI", 0, len(raw)) + raw, **kind)
         assert status == 200
@@ -119,6 +126,60 @@ def test_files_by_multipart(client: Client) -> None:
     assert client.call("filesystem.Filesystem/MakeDir", path="/home/user/d")[0] == 200
     assert client.call("filesystem.Filesystem/MakeDir", path="/home/user/d")[1]["code"] == "already_exists"
     assert client.call("filesystem.Filesystem/Stat", path="/home/user/never")[1]["code"] == "not_found"
+
+
+def test_several_files_and_a_deadline(client: Client) -> None:
+    """Each part is named by its whole path; a command that outlives its call's time is killed."""
+    part = '--b\r\nContent-Disposition: form-data; name="file"; filename="/tmp/several/{0}"\r\n\r\n{0}\r\n'
+    form = (part.format("one") + part.format("two") + "--b--\r\n").encode()
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    assert client.daemon("POST", "/files?username=user", form, **kind)[0] == 200
+    assert client.run("cat /tmp/several/one /tmp/several/two") == ("onetwo", 0)
+    line = {"cmd": "/bin/bash", "args": ["-l", "-c", "echo early; sleep 345"]}
+    *heard, end = client.stream("process.Process/Start", {"Connect-Timeout-Ms": "1500.0"}, process=line)
+    assert "early" in base64.b64decode(heard[-1]["event"]["data"]["stdout"]).decode()
+    assert end["error"]["code"] == "deadline_exceeded" and "1.5 s" in end["error"]["message"]
+    until = time.monotonic() + 10
+    while client.call("process.Process/List")[1]["processes"] and time.monotonic() < until:
+        time.sleep(0.1)
+    assert time.monotonic() < until
+
+
+def test_a_place_for_a_build_in_the_older_words(client: Client) -> None:
+    status, made = client.api("POST", "/v2/templates", {"alias": "old-words", "cpuCount": 1, "memoryMB": 256})
+    needed = "aliases buildCount buildID cpuCount createdAt createdBy diskSizeMB envdVersion lastSpawnedAt memoryMB"
+    assert status == 202 and set(f"{needed} public spawnCount templateID updatedAt".split()) <= set(made)
+    build = f"/templates/{made['templateID']}/builds/{made['buildID']}"
+    assert client.api("POST", f"/v2{build}", {"fromTemplate": "base", "steps": []})[0] == 202
+    until = time.monotonic() + 60
+    while (found := client.api("GET", f"{build}/status")[1])["status"] == "building" and time.monotonic() < until:
+        time.sleep(0.2)
+    assert found["status"] == "ready"
+    (view,) = [one for one in client.api("GET", "/templates")[1] if one["aliases"] == ["old-words"]]
+    assert client.api("DELETE", f"/templates/{view['templateID']}")[0] == 204
+
+
+def test_by_domain_and_over_tls(runtime: Runtime, tmp_path: Path) -> None:
+    """An SDK that knows no URLs asks https://api.DOMAIN and https://PORT-SANDBOX.DOMAIN."""
+    pem = certificate(tmp_path, "sandbox.test")
+    with served(Server(runtime, Keys.load(runtime.home, KEY), "sandbox.test"), 0, certified(pem, pem)) as port:
+
+        def ask(method: str, host: str, path: str) -> tuple[int, bytes]:
+            context = ssl.create_default_context(cafile=str(pem))
+            with context.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname=host) as tls:
+                body = b'{"templateID": "base"}' if method == "POST" else b""
+                head = f"{method} {path} HTTP/1.1\r\nHost: {host}:{port}\r\nX-API-Key: {KEY}\r\n"
+                tls.sendall(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+                answer = b"".join(iter(lambda: tls.recv(65536), b""))
+            return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
+
+        status, raw = ask("POST", "api.sandbox.test", "/sandboxes")
+        made = json.loads(raw)
+        assert status == 201 and made["domain"] == "sandbox.test"
+        assert ask("GET", f"49983-{made['sandboxID']}.sandbox.test", "/files?path=/etc/hostname")[0] == 200
+        assert ask("DELETE", "api.sandbox.test", f"/sandboxes/{made['sandboxID']}")[0] == 204
+    with pytest.raises(InvalidRequest, match="no certificate"):
+        certified(tmp_path / "tls.conf", pem)
 
 
 def test_the_life_of_a_sandbox(client: Client) -> None:

@@ -5,8 +5,10 @@ import contextlib
 import json
 import re
 import signal
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 
@@ -74,12 +76,12 @@ class Server:
         return app
 
     @contextlib.asynccontextmanager
-    async def listening(self, host: str, port: int) -> AsyncIterator[int]:
-        """Serve; gives the port."""
+    async def listening(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+        """Serve, over TLS when a context is given; gives the port."""
         runner = web.AppRunner(self.app(), access_log=None)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, host, port)
+            site = web.TCPSite(runner, host, port, ssl_context=tls)
             await site.start()
             assert runner.server is not None
             watching = asyncio.create_task(silence.watch(runner.server, self._spoken, self.patience_s))
@@ -146,14 +148,26 @@ class Server:
         await self.proxy.close()
 
 
-def serve(runtime: Runtime, host: str, port: int, keys: Keys, domain: str, internet: bool) -> None:
+def certified(certificate: Path, key: Path) -> ssl.SSLContext:
+    """A server's TLS from PEM files; InvalidRequest when they are none."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidRequest(f"{certificate} and {key} are no certificate and its key: {error}") from None
+    return context
+
+
+def serve(
+    runtime: Runtime, host: str, port: int, keys: Keys, domain: str, internet: bool, tls: ssl.SSLContext | None = None
+) -> None:
     """Until SIGINT or SIGTERM. Running sandboxes then go on; the next server adopts them."""
 
     async def run() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
-        async with Server(runtime, keys, domain, internet).listening(host, port):
+        async with Server(runtime, keys, domain, internet).listening(host, port, tls):
             await stop.wait()
 
     try:

@@ -3,6 +3,7 @@ JSON}."""
 
 import json
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
@@ -28,6 +29,16 @@ def error(failure: BaseException) -> dict[str, str]:
         return {"code": _ERRNO.get(failure.errno, "unknown"), "message": str(failure)}
     code = failure.code if isinstance(failure, SandboxError) else "internal"
     return {"code": code, "message": str(failure)}
+
+
+def limit(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a call may take, from `Connect-Timeout-Ms`; None for any time."""
+    text = headers.get("Connect-Timeout-Ms", "")
+    try:
+        seconds = float(text or 0) / 1000
+    except ValueError:
+        raise InvalidRequest(f"Connect-Timeout-Ms must be a number, not {text!r}") from None
+    return seconds if seconds > 0 else None
 
 
 def refusal(failure: BaseException) -> web.Response:

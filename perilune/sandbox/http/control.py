@@ -129,10 +129,10 @@ class Control:
     async def resume(self, request: web.Request) -> web.Response:
         """POST resume (older SDKs)."""
         body, identity = await self.body(request), request.match_info["id"]
-        if "autoPause" in body:
-            record = await blocking(self._runtime.record, identity)
-            record.on_timeout = "pause" if body["autoPause"] else "kill"
         live = await blocking(self._runtime.resume, identity, number(body, "timeout", 0, 86400 * 30, 15.0))
+        if "autoPause" in body:
+            live.record.on_timeout = "pause" if body["autoPause"] else "kill"
+            await blocking(self._runtime.catalogue.put, live.record)
         return web.json_response(self.views.brief(live.record), status=201)
 
     async def connect(self, request: web.Request) -> web.Response:

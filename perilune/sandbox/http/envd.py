@@ -6,8 +6,9 @@ import binascii
 import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from email.message import Message
 from typing import Any
 from urllib.parse import quote
 
@@ -125,14 +126,22 @@ class Envd:
         response = web.StreamResponse(headers={"Content-Type": "application/connect+json"})
         keepalive = request.headers.get("Keepalive-Ping-Interval", "")
         interval = float(keepalive) if keepalive.isdigit() and int(keepalive) else None
-        raw = await silence.body(request)
+        raw, limit = await silence.body(request), connect.limit(request.headers)
         await response.prepare(request)
         end: dict[str, Any] = {}
+        started: dict[str, Any] = {}
         try:
             body = connect.parse(raw)
-            async with contextlib.aclosing(method(live, body, self._user(request, live), interval)) as items:  # type: ignore[type-var]
+            user = self._user(request, live)
+            async with asyncio.timeout(limit), contextlib.aclosing(method(live, body, user, interval)) as items:  # type: ignore[type-var]
                 async for item in items:
+                    started = item.get("event", {}).get("start", started)
                     await response.write(connect.envelope(item))
+        except TimeoutError:
+            end = {"error": {"code": "deadline_exceeded", "message": f"the call took longer than {limit:g} s"}}
+            if method == self._processes.start and started:  # as E2B's daemon does; who leaves earlier lets it run on
+                with contextlib.suppress(SandboxError):
+                    await self._processes.send_signal(live, {"process": started, "signal": "SIGNAL_SIGKILL"}, user)
         except (SandboxError, ValueError, TypeError, AttributeError, KeyError) as error:
             known = isinstance(error, SandboxError)
             end = {
@@ -191,7 +200,7 @@ class Envd:
                 async for part in await request.multipart():
                     if part.name != "file":  # type: ignore[union-attr]
                         continue
-                    target = path or part.filename or ""  # type: ignore[union-attr]
+                    target = path or _filename(part.headers) or ""  # type: ignore[union-attr]
                     await self._write(live, user, target, part.read_chunk)  # type: ignore[union-attr]
                     done.append(target)
             else:
@@ -216,6 +225,13 @@ class Envd:
 
 async def _awaited(read: Callable[[int], Awaitable[bytes]]) -> bytes:
     return bytes(await read(_PIECE))
+
+
+def _filename(headers: Mapping[str, str]) -> str | None:
+    """A part's file name as it was sent; aiohttp makes an absolute path a relative one."""
+    message = Message()
+    message["Content-Disposition"] = headers.get("Content-Disposition", "")
+    return message.get_filename()
 
 
 def _camel(name: str) -> str:

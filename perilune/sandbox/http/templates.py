@@ -17,6 +17,7 @@ from perilune.sandbox.files import temporary
 from perilune.sandbox.http import connect, silence
 from perilune.sandbox.http.auth import same
 from perilune.sandbox.http.bridge import _threads, blocking
+from perilune.sandbox.http.views import stamp
 from perilune.sandbox.images.recipe import Recipe, Step, StepFailed, build
 from perilune.sandbox.images.source import Builder
 from perilune.sandbox.runtime import Runtime
@@ -48,11 +49,6 @@ def build_id(snapshot: str) -> str:
     return str(uuid.uuid5(_NAMESPACE, snapshot))
 
 
-def stamp() -> str:
-    """Now."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
 class Templates:
     """The routes."""
 
@@ -65,7 +61,8 @@ class Templates:
     def routes(self) -> list[web.RouteDef]:
         """All of them."""
         return [
-            web.post("/v3/templates", self.request), web.post("/v2/templates/{id}/builds/{build}", self.start),
+            web.post("/v3/templates", self.request), web.post("/v2/templates", self.request),
+            web.post("/v2/templates/{id}/builds/{build}", self.start),
             web.get("/templates/{id}/builds/{build}/status", self.status),
             web.get("/templates/{id}/files/{hash}", self.file), web.put("/uploads/{hash}", self.upload),
             web.get("/templates/aliases/{alias:.+}", self.alias), web.post("/templates/tags", self.tag),
@@ -77,7 +74,7 @@ class Templates:
     # ---- building ----
 
     async def request(self, request: web.Request) -> web.Response:
-        """POST /v3/templates {name, tags?, cpuCount?, memoryMB?}: a place for a build."""
+        """POST /v3/templates {name, tags?, cpuCount?, memoryMB?} (v2: alias for name): a place for a build."""
         body = connect.message(await silence.body(request))
         name, _, tag = str(body.get("name") or body.get("alias") or "").partition(":")
         if not _NAME.match(name):
@@ -88,9 +85,8 @@ class Templates:
             raise InvalidRequest("cpuCount must be 1 to 16 and memoryMB 128 to 65536")
         made = Build(name.replace("/", "-"), str(uuid.uuid4()), [name], tags, Shape(cpus, memory))
         self._builds[made.id] = made
-        found = {"templateID": made.template, "buildID": made.id, "public": False, "names": [name], "tags": tags,
-                 "aliases": [name]}  # fmt: skip
-        return web.json_response(found, status=202)
+        view = self._view(made.template, made.id, [name], made.shape, time.time())
+        return web.json_response({**view, "tags": tags, "buildStatus": "waiting", "buildCount": 0}, status=202)
 
     def _build(self, request: web.Request) -> Build:
         found = self._builds.get(request.match_info["build"])
@@ -117,7 +113,7 @@ class Templates:
 
     def _run(self, job: Build, body: dict[str, Any], steps: tuple[Step, ...]) -> None:
         def log(text: str) -> None:
-            job.log.append({"timestamp": stamp(), "level": "info", "message": text})
+            job.log.append({"timestamp": stamp(time.time()), "level": "info", "message": text})
 
         try:
             origin = self._origin(job, body, log)
@@ -130,7 +126,7 @@ class Templates:
             job.status = "ready"
         except Exception as error:  # whatever it was, the client that polls must hear of it
             step = {"step": str(error.step)} if isinstance(error, StepFailed) else {}
-            job.log.append({"timestamp": stamp(), "level": "error", "message": str(error)})
+            job.log.append({"timestamp": stamp(time.time()), "level": "error", "message": str(error)})
             job.reason = {"message": str(error), **step, "logEntries": []}
             job.status = "error"
 
@@ -222,29 +218,30 @@ class Templates:
         for snapshot, _, names, created in await blocking(lambda: list(known_templates(self._runtime))):
             for known in names:
                 if known.partition(":")[0] == name:
-                    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created))
                     tag = known.partition(":")[2] or "default"
-                    found.append({"tag": tag, "buildID": build_id(snapshot), "createdAt": when})
+                    found.append({"tag": tag, "buildID": build_id(snapshot), "createdAt": stamp(created)})
         if not found:
             raise NotFound(f"template {name!r} was not found")
         return web.json_response(found)
 
-    def _view(self, identity: str, names: list[str], created: float) -> dict[str, Any]:
-        when, snapshot = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)), self._runtime.store.read(identity)
-        aliases = sorted({name.partition(":")[0] for name in names})
-        shape = snapshot.shape
+    @staticmethod
+    def _view(identity: str, build: str, names: list[str], shape: Shape, created: float) -> dict[str, Any]:
+        when, aliases = stamp(created), sorted({name.partition(":")[0] for name in names})
         return {
-            "templateID": identity, "buildID": build_id(identity), "public": False, "aliases": aliases, "names": names,
+            "templateID": identity, "buildID": build, "public": False, "aliases": aliases, "names": names,
             "cpuCount": shape.vcpus, "memoryMB": shape.memory_mb, "diskSizeMB": shape.disk_mb, "createdAt": when,
             "updatedAt": when, "createdBy": None, "lastSpawnedAt": None, "spawnCount": 0, "buildCount": 1,
             "envdVersion": "", "buildStatus": "ready",
         }  # fmt: skip
 
+    def _kept(self, identity: str, names: list[str], created: float) -> dict[str, Any]:
+        return self._view(identity, build_id(identity), names, self._runtime.store.read(identity).shape, created)
+
     async def list(self, _request: web.Request) -> web.Response:
         """GET /templates, /v2/templates"""
 
         def collect() -> list[dict[str, Any]]:
-            return [self._view(i, n, c) for i, kind, n, c in known_templates(self._runtime) if kind == "template"]
+            return [self._kept(i, n, c) for i, kind, n, c in known_templates(self._runtime) if kind == "template"]
 
         return web.json_response(await blocking(collect))
 
@@ -252,7 +249,7 @@ class Templates:
         """GET /templates/{id}"""
         snapshot = await blocking(self._runtime.resolve, request.match_info["id"])
         names = self._runtime.catalogue.names(snapshot.id)
-        return web.json_response({**self._view(snapshot.id, names, snapshot.created), "builds": []})
+        return web.json_response({**self._kept(snapshot.id, names, snapshot.created), "builds": []})
 
     async def delete(self, request: web.Request) -> web.Response:
         """DELETE /templates/{id}: a template or a snapshot."""
