@@ -8,7 +8,9 @@ many of them were `accepted`, those are replayed on chip before the new window. 
 tokens were grouped into windows.
 """
 
-import importlib
+import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -67,23 +69,29 @@ def decode(
         tail: [slots,C,3], or [slots,3,H,K,3] of any strides on its first four axes (C = 3·H·K: pages that keep each
             head's bytes together): the inputs before the next token, oldest first, updated in place.
         slots: [R] integers, any stride; −1 marks padding, which reads and writes nothing and returns zeros. Distinct.
+            Of these three, values are checked where they lie on a CPU; a kernel trusts them.
         drafts: cache of this layer, updated in place; needed when W > 1.
-        accepted: [R] integers, how many of the drafts cached by the last call were right; none by default.
-        rows: [R] integers, the row of `drafts` that each request has; its slot by default.
+        accepted: [R] integers, how many of the drafts cached by the last call were right; none by default. A slot of −1
+            replays nothing.
+        rows: [R] integers, the row of `drafts` that each request has; its slot by default. Distinct.
         impl: "auto" (the kernel on CUDA, the equations elsewhere) | "kernel" | "reference".
     Returns:
         o [R,W,HV,V] in qkv's dtype.
     Raises:
-        ValueError: one sentence that names the argument.
+        ValueError: one sentence that names the argument; nothing has been written then.
     """
-    _check(qkv, gate, beta, out_gate, conv_weight, state, tail, slots, drafts)
+    if impl not in ("auto", "kernel", "reference"):
+        raise ValueError(f"decode: impl is {impl!r}; known are auto, kernel, reference.")
+    tensors = _tensors(qkv, gate, beta, out_gate, conv_weight, A_log, dt_bias, norm_weight, state, tail, slots)
+    _check_inputs(tensors, lower_bound)
+    _check_drafts(qkv, gate, beta, slots, drafts, accepted, rows)
     if scale is None:
         scale = state.shape[2] ** -0.5
     if accepted is None and drafts is not None:
         accepted = torch.zeros_like(slots)
     rows = slots if rows is None else rows
     kernel = impl == "kernel" or (impl == "auto" and qkv.is_cuda)
-    run = importlib.import_module("perilune.ops.kda.decode_launch").launch if kernel else reference
+    run = _launcher(qkv) if kernel else reference
     dt_bias = dt_bias.reshape(gate.shape[2:])
     conv_weight = conv_weight.reshape(-1, TAPS)
     return run(
@@ -92,33 +100,102 @@ def decode(
     )  # fmt: skip
 
 
-def _check(
-    qkv: Tensor, gate: Tensor, beta: Tensor, out_gate: Tensor, conv_weight: Tensor, state: Tensor, tail: Tensor,
-    slots: Tensor, drafts: Drafts | None,
-) -> None:  # fmt: skip
-    R, W, C = qkv.shape
-    _, HV, K, V = state.shape
+def _launcher(x: Tensor) -> Callable[..., Tensor]:
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("decode: the kernel cannot run this: there is no NVIDIA GPU.")
+    from perilune.ops.kda.decode_launch import launch  # Triton is an extra
+
+    return launch
+
+
+def _tensors(
+    qkv: Tensor, gate: Tensor, beta: Tensor, out_gate: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor,
+    norm_weight: Tensor, state: Tensor, tail: Tensor, slots: Tensor,
+) -> dict[str, tuple[Tensor, tuple[tuple[int, ...], ...]]]:  # fmt: skip
+    """By name: a tensor and the shapes it may have, the first of which an error names."""
+    if qkv.dim() != 3 or qkv.shape[1] == 0:
+        raise ValueError(f"decode: qkv must be [R,W,C] with W ≥ 1, got {tuple(qkv.shape)}.")
+    if state.dim() != 4:
+        raise ValueError(f"decode: state must be [slots,HV,K,V], got {tuple(state.shape)}.")
+    (R, W, C), (N, HV, K, V) = qkv.shape, state.shape
     width = C - HV * V
-    if width <= 0 or width % (2 * K) or HV % (width // (2 * K)):
+    if min(HV, K, V) == 0 or width <= 0 or width % (2 * K) or HV % (width // (2 * K)):
         raise ValueError(f"decode: qkv has {C} channels, which is not 2·H·{K} + {HV}·{V} with {HV} a multiple of H.")
-    for name, x, want in (
-        ("gate", gate, (R, W, HV, K)),
-        ("beta", beta, (R, W, HV)),
-        ("out_gate", out_gate, (R, W, HV, V)),
-    ):
-        if x.shape != want:
-            raise ValueError(f"decode: {name} must be {list(want)}, got {tuple(x.shape)}.")
-    if conv_weight.numel() != C * TAPS:
-        raise ValueError(f"decode: conv_weight must be [{C},{TAPS}], got {tuple(conv_weight.shape)}.")
-    by_head = (state.shape[0], 3, HV, K, TAPS - 1)
-    if tail.shape != (state.shape[0], C, TAPS - 1) and not (tail.shape == by_head and C == 3 * HV * K):
-        raise ValueError(f"decode: tail must be {[state.shape[0], C, TAPS - 1]}, got {tuple(tail.shape)}.")
-    if slots.shape != (R,):
-        raise ValueError(f"decode: slots must be [{R}], got {tuple(slots.shape)}.")
-    if drafts is None and W > 1:
-        raise ValueError(f"decode: a window of {W} tokens needs `drafts`.")
-    if drafts is not None and drafts.qkv.shape[1] < W - 1:
-        raise ValueError(f"decode: drafts hold {drafts.qkv.shape[1]} tokens but the window has {W - 1}.")
+    by_head = ((N, 3, HV, K, TAPS - 1),) if C == 3 * HV * K and K == V else ()
+    return {
+        "qkv": (qkv, ((R, W, C),)),
+        "gate": (gate, ((R, W, HV, K),)),
+        "beta": (beta, ((R, W, HV),)),
+        "out_gate": (out_gate, ((R, W, HV, V),)),
+        "conv_weight": (conv_weight, ((C, TAPS), (C, 1, TAPS))),
+        "A_log": (A_log, ((HV,),)),
+        "dt_bias": (dt_bias, ((HV, K), (HV * K,))),
+        "norm_weight": (norm_weight, ((V,),)),
+        "state": (state, ((N, HV, K, V),)),
+        "tail": (tail, ((N, C, TAPS - 1), *by_head)),
+        "slots": (slots, ((R,),)),
+    }
+
+
+def _check_inputs(tensors: dict[str, tuple[Tensor, tuple[tuple[int, ...], ...]]], lower_bound: float | None) -> None:
+    """Everything that has a shape of its own; a kernel would read past the end of what is too short."""
+    qkv, state = tensors["qkv"][0], tensors["state"][0]
+    for name, (x, shapes) in tensors.items():
+        if x.shape not in shapes:
+            raise ValueError(f"decode: {name} must be {list(shapes[0])}, got {tuple(x.shape)}.")
+        if x.device != qkv.device:
+            raise ValueError(f"decode: {name} is on {x.device} but qkv is on {qkv.device}.")
+        if name != "slots" and not x.is_floating_point():
+            raise ValueError(f"decode: {name} must be floating point, got {x.dtype}.")
+    if state.dtype != accumulating(qkv.dtype):
+        raise ValueError(f"decode: state must be {accumulating(qkv.dtype)}, got {state.dtype}.")
+    if lower_bound is not None and not -math.inf < lower_bound < 0:
+        raise ValueError(f"decode: lower_bound must be negative and finite, or None, got {lower_bound}.")
+    slots = tensors["slots"][0]
+    _check_places("slots", slots, slots, state.shape[0])
+
+
+def _check_drafts(
+    qkv: Tensor, gate: Tensor, beta: Tensor, slots: Tensor, drafts: Drafts | None, accepted: Tensor | None,
+    rows: Tensor | None,
+) -> None:  # fmt: skip
+    R, W = qkv.shape[:2]
+    if drafts is None:
+        if W > 1:
+            raise ValueError(f"decode: a window of {W} tokens needs `drafts`.")
+        if accepted is not None:
+            raise ValueError("decode: accepted counts cached drafts, so it needs `drafts`.")
+        return
+    count, held = drafts.qkv.shape[:2] if drafts.qkv.dim() == 3 else (0, 0)
+    for name, cache, x in (("qkv", drafts.qkv, qkv), ("gate", drafts.gate, gate), ("beta", drafts.beta, beta)):
+        if cache.shape != (count, held, *x.shape[2:]) or cache.dtype != x.dtype or cache.device != x.device:
+            raise ValueError(
+                f"decode: drafts.{name} must be [rows,drafts,{str([*x.shape[2:]])[1:-1]}] {x.dtype}, "
+                f"got {tuple(cache.shape)} {cache.dtype}."
+            )
+    if held < W - 1:
+        raise ValueError(f"decode: drafts hold {held} tokens but the window has {W - 1}.")
+    places = {"rows": (slots if rows is None else rows, count), "accepted": (accepted, held + 1)}
+    for name, (at, limit) in places.items():
+        if at is not None and at.shape != (R,):
+            raise ValueError(f"decode: {name} must be [{R}], got {tuple(at.shape)}.")
+        if at is not None:
+            _check_places(name, at, slots, limit)
+
+
+def _check_places(name: str, x: Tensor, slots: Tensor, limit: int) -> None:
+    """Integers; of requests that are not padding below `limit`, read only where that waits for nobody."""
+    if x.dtype not in (torch.int32, torch.int64) or x.device != slots.device:
+        raise ValueError(f"decode: {name} must be int32 or int64 on {slots.device}, got {x.dtype} on {x.device}.")
+    if x.device.type != "cpu":
+        return
+    live = [n for n, slot in zip(x.tolist(), slots.tolist()) if slot != -1]
+    if live and not 0 <= min(live) <= max(live) < limit:
+        raise ValueError(
+            f"decode: {name} must lie in 0..{limit - 1}, or be padding with a slot of −1; got {x.tolist()}."
+        )
+    if name != "accepted" and len({*live}) < len(live):
+        raise ValueError(f"decode: {name} must differ from request to request, got {x.tolist()}.")
 
 
 @torch.no_grad()
@@ -141,7 +218,8 @@ def reference(
         return *step(q * scale, k, v, g, torch.sigmoid(b.to(dtype)), S, True), seen[..., 1:]
 
     if drafts is not None and accepted is not None:
-        most, rows = int(accepted.max()), rows.clamp(min=0)
+        accepted, rows = accepted.masked_fill(~live, 0), rows.clamp(min=0)
+        most = int(accepted.max()) if len(accepted) else 0
         for t in range(most):
             at = t - (most - accepted)
             here = rows, at.clamp(min=0)

@@ -145,10 +145,11 @@ def test_the_kernel_of_one_token_gets_what_it_names(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(gluon_token, "decode_kernel", Kernel())
     monkeypatch.setattr(decode_launch, "on_hopper", lambda _: True)
+    monkeypatch.setattr("perilune.ops.kda.decode._launcher", lambda _: decode_launch.launch)
     x, gate, beta, z = torch.empty(4, 1, 3 * 256), *(torch.empty(4, 1, 2, *d) for d in ((128,), (), (128,)))
     state, tail = torch.empty(5, 2, 128, 128).transpose(2, 3), torch.empty(5, 3 * 256, 3)
     weights = {"conv_weight": torch.empty(3 * 256, 4), "A_log": torch.empty(2), "dt_bias": torch.empty(2, 128)}
-    slots = torch.arange(8)[::2]
+    slots = torch.tensor([0, 9, 4, 9, 1, 9, 3, 9])[::2]
     weights |= {"norm_weight": torch.empty(128), "state": state, "tail": tail, "slots": slots}
     decode(x, gate, beta, z, lower_bound=-5.0, eps=0.5, impl="kernel", **weights)
     assert set(got) == {*names, "grid", "num_warps", "maxnreg"} and got["grid"] == (8,)
@@ -170,3 +171,74 @@ def test_states_are_streamed_where_their_rows_are_whole() -> None:
     assert not streams(torch.zeros(2, 3, 64, 64))
     assert not streams(torch.zeros(2, 3, 128, 136)[..., :128])
     assert not streams(torch.zeros(2 * 3 * 128 * 128 + 1)[1:].view(2, 3, 128, 128))
+
+
+def drafts(rows: int = SLOTS, width: int = 1, **wrong: torch.Tensor) -> Drafts:
+    made = Drafts.empty(rows, width, *tokens(1)[:3])
+    return Drafts(**vars(made) | wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"impl": "fast"}, "impl is 'fast'; known are"),
+        ({"impl": "kernel"}, "there is no NVIDIA GPU"),
+        ({"A_log": torch.zeros(1)}, r"A_log must be \[2\]"),
+        ({"dt_bias": torch.zeros(3)}, r"dt_bias must be \[2, 8\]"),
+        ({"norm_weight": torch.ones(1)}, r"norm_weight must be \[4\]"),
+        ({"conv_weight": torch.zeros(4, C)}, rf"conv_weight must be \[{C}, 4\]"),
+        ({"state": torch.zeros(SLOTS, HV, K, V, dtype=torch.float32)}, "state must be torch.float64"),
+        ({"tail": torch.zeros(SLOTS, C, 2)}, "tail must be"),
+        ({"lower_bound": 5.0}, "lower_bound must be negative"),
+        ({"slots": torch.tensor([2, SLOTS])}, r"slots must lie in 0\.\.2"),
+        ({"slots": torch.tensor([1, 1])}, "slots must differ"),
+        ({"slots": torch.tensor([2.0, 0.0])}, "slots must be int32 or int64"),
+        ({"accepted": torch.tensor([1, 0])}, "accepted counts cached drafts"),
+        ({"drafts": drafts(2)}, r"rows must lie in 0\.\.1"),
+        ({"drafts": drafts(), "rows": torch.tensor([1])}, r"rows must be \[2\]"),
+        ({"drafts": drafts(), "rows": torch.tensor([1, 1])}, "rows must differ"),
+        ({"drafts": drafts(), "accepted": torch.tensor([2, 0])}, r"accepted must lie in 0\.\.1"),
+        ({"drafts": drafts(gate=torch.zeros(SLOTS, 1, HV, K + 1))}, "drafts.gate must be"),
+        ({"drafts": drafts(beta=torch.zeros(SLOTS, 1, HV))}, r"drafts.beta must be .* torch.float64"),
+        ({"drafts": drafts(width=0)}, "drafts hold 0 tokens but the window has 1"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_whatever_is_wrong_nothing_is_written(change: dict, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    weights, store = layer(5)
+    given = {"slots": torch.tensor([2, 0]), **weights, **store} | change
+    kept = [given["state"], given["tail"], *vars(given.get("drafts", drafts())).values()]
+    before = [x.clone() for x in kept]
+    with pytest.raises(ValueError, match=says) as error:
+        decode(*tokens(2 if "drafts" in change else 1), **given)
+    assert "\n" not in str(error.value) and all(torch.equal(a, b) for a, b in zip(kept, before))
+
+
+def test_padding_may_name_any_row_and_count() -> None:
+    """A padded batch carries rows and counts of nobody; and a batch may be empty."""
+    weights, store = layer(6)
+    cache = drafts()
+    decode(*tokens(2), slots=torch.tensor([2, 0]), drafts=cache, **weights, **store)
+    alone = [{n: s.clone() for n, s in store.items()}, Drafts(*(x.clone() for x in vars(cache).values()))]
+    x = tokens(2)
+    padded = {"slots": torch.tensor([2, -1]), "rows": torch.tensor([2, 2]), "accepted": torch.tensor([1, 9])}
+    o = decode(*x, drafts=cache, **padded, **weights, **store)
+    one = {key: y[:1] for key, y in padded.items()}
+    want = decode(*(y[:1] for y in x), drafts=alone[1], **one, **weights, **alone[0])
+    assert torch.equal(o[:1], want) and not o[1].any()
+    assert all(torch.equal(store[n], alone[0][n]) for n in store)
+    empty = decode(*(y[:0] for y in x), slots=torch.zeros(0, dtype=torch.int64), drafts=cache, **weights, **store)
+    assert empty.shape == (0, 2, HV, V)
+
+
+def test_autocast_changes_no_bit() -> None:
+    weights, store = layer(7)
+    twin = {n: s.float().clone() for n, s in store.items()}
+    store = {n: s.float() for n, s in store.items()}
+    weights = {n: w.float() if isinstance(w, torch.Tensor) else w for n, w in weights.items()}
+    x = [y.float() for y in tokens(1)]
+    plain = decode(*x, slots=torch.tensor([2, 0]), **weights, **store)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(decode(*x, slots=torch.tensor([2, 0]), **weights, **twin), plain)
+    assert torch.equal(store["state"], twin["state"])
