@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from perilune.sandbox.errors import DiskFull, NotFound, SandboxError
+from perilune.sandbox.errors import AlreadyExists, DiskFull, InvalidRequest, NotFound, SandboxError
 from perilune.sandbox.vmm.driver import Rates, Shape
 
 
@@ -99,6 +99,8 @@ def _failures() -> Iterator[None]:
     except sqlite3.OperationalError as error:
         kind = DiskFull if "full" in str(error) else SandboxError
         raise kind(f"the catalogue cannot be written: {error}") from None
+    except UnicodeEncodeError:
+        raise InvalidRequest("a name must not hold half a character (a lone surrogate)") from None
 
 
 class Catalogue:
@@ -153,6 +155,17 @@ class Catalogue:
         return [parse(data) for (data,) in self._rows("SELECT data FROM sandboxes ORDER BY created DESC, id")]
 
     # ---- snapshots that stay until they are deleted, and their names ----
+
+    def vet(self, name: str, kind: str) -> None:
+        """InvalidRequest for what is no name; AlreadyExists where a snapshot would take a template's, so that everybody
+        who asks for the template got the snapshot."""
+        if not name.isprintable() or name.strip() != name or name.startswith("-") or not 0 < len(name) <= 255:
+            raise InvalidRequest(f"{name[:80]!r} is no name: 1 to 255 printable characters, not beginning with a dash")
+        if kind == "snapshot" and name.startswith(("step:", "image:")):
+            raise InvalidRequest(f"{name!r} begins as the build cache's own names do")
+        query = "SELECT 1 FROM kept LEFT JOIN names USING (snapshot) WHERE kind='template' AND ? IN (name, snapshot)"
+        if kind == "snapshot" and self._rows(query, name):
+            raise AlreadyExists(f"{name!r} is a template: give the snapshot another name")
 
     def keep(self, snapshot: str, kind: str, sandbox: str, names: list[str]) -> None:
         """A template or a snapshot the user asked for; a name moves to the newest that claims it."""

@@ -10,6 +10,8 @@ from perilune.sandbox.network import check
 from perilune.sandbox.snapshot import Snapshot
 from perilune.sandbox.vmm.driver import Rates
 
+_MOST_PROCESSES = 1 << 22  # Linux has no more ids
+
 
 @dataclass(frozen=True)
 class Request:
@@ -31,6 +33,10 @@ class Request:
         """A new sandbox's, made from `snapshot`; InvalidRequest."""
         if self.on_timeout not in ("pause", "kill") or self.pause_mode not in ("full", "disk"):
             raise InvalidRequest("on_timeout must be pause or kill, pause_mode full or disk")
+        if not 0 <= self.processes <= _MOST_PROCESSES:
+            raise InvalidRequest(f"processes must be between 0 (no limit) and {_MOST_PROCESSES}, not {self.processes}")
+        for name, value in self.env.items():
+            _vet_variable(name, str(value))
         check(self.network)
         defaults = snapshot.defaults
         return Record(
@@ -42,8 +48,19 @@ class Request:
 
 
 def ending(timeout: float | None) -> float | None:
-    """The wall clock at which a timeout that starts now strikes."""
+    """The wall clock at which a timeout that starts now strikes; InvalidRequest."""
+    if timeout is not None and not timeout >= 0:  # nan is not
+        raise InvalidRequest(f"a timeout is a number of seconds, at least 0, not {timeout}")
     return None if timeout is None else time.time() + timeout
+
+
+def _vet_variable(name: str, value: str) -> None:
+    if not name or "=" in name or "\0" in name + value:
+        raise InvalidRequest(f"{name!r} is no environment variable: a name without =, neither part with NUL")
+    try:
+        (name + value).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"the environment variable {name!r} holds half a character (a lone surrogate)") from None
 
 
 def twin(source: Record, end: float | None) -> Record:

@@ -245,6 +245,8 @@ class Runtime(Roster):
     def snapshot(self, identity: str, name: str | None = None, mode: str = "full", kind: str = "snapshot") -> Snapshot:
         """A snapshot that stays until it is deleted; from running (which goes on) or paused."""
         self.guard.room(self.home)
+        if name:
+            self.catalogue.vet(name, kind)
         with self.lock(identity):
             record, fresh = self.record(identity), new_name("s")
             paused = record.phase is Phase.PAUSED

@@ -18,6 +18,8 @@ def add_template(
     runtime: Runtime, root: Path, names: list[str], shape: Shape | None = None, defaults: Defaults | None = None
 ) -> Snapshot:
     """Boot a raw ext4 image once and keep the guest that came up."""
+    for name in names:
+        runtime.catalogue.vet(name, "template")
     record = boot(runtime, root, names[0] if names else "", shape or Shape(), defaults or Defaults())
     try:
         return publish(runtime, record.id, names)

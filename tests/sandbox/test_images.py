@@ -206,11 +206,22 @@ def test_links_resolve_inside(tmp_path: Path) -> None:
         ("FROM a\nFROM b", "only one FROM"),
         ("FROM a\nCOPY ../etc /x", "not in the build context"),
         ("", "no FROM"),
+        ("FROM a\nRUN", "line 2: RUN says nothing"),
+        ("FROM a\nCOPY --from=b x /x", "COPY --from=b is not supported"),
+        ("FROM a\nCOPY 'x /x", "line 2: No closing quotation"),
+        ("FROM a\nCOPY x\0y /x", "not in the build context"),
     ],
 )
 def test_a_dockerfile_that_is_not_understood_is_named(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
         parse(text, tmp_path)
+
+
+def test_a_bracket_is_a_shell_test_where_it_is_no_json(tmp_path: Path) -> None:
+    text = 'FROM --platform=linux/amd64 a AS b\nRUN [ -d /x ] || mkdir /x\nRUN ["echo", "a b"]\nRUN last \\'
+    recipe = parse(text, tmp_path)
+    assert recipe.origin == "a"
+    assert [step.args[0] for step in recipe.steps] == ["[ -d /x ] || mkdir /x", "echo 'a b'", "last"]
 
 
 def test_image_defaults_of_nothing() -> None:

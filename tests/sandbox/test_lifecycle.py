@@ -12,9 +12,11 @@ from perilune.sandbox.agent.stream import Inbox
 from perilune.sandbox.agent.wire import Command, Op, Type
 from perilune.sandbox.catalogue import Phase
 from perilune.sandbox.errors import (
+    AlreadyExists,
     Conflict,
     GuestError,
     GuestPanicked,
+    InvalidRequest,
     MachineLost,
     NotFound,
     SnapshotCorrupt,
@@ -114,6 +116,31 @@ def test_snapshots_name_an_instant(runtime: Runtime) -> None:
     assert run(runtime, twin.id, "cat state; sync; echo still") == "one\nstill"
     runtime.kill(box.id)
     runtime.kill(twin.id)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"timeout": float("nan")}, {"timeout": -1.0}, {"processes": -1}, {"processes": 1 << 40}, {"env": {"A=B": "x"}},
+     {"env": {"": "x"}}, {"env": {"A": "\0"}}, {"env": {"A": "\ud800"}}, {"template": "\ud800"}],
+)  # fmt: skip
+def test_what_makes_no_sandbox_is_refused_before_one_is_begun(runtime: Runtime, wrong: dict) -> None:
+    before = len(runtime.records())
+    with pytest.raises(InvalidRequest):
+        runtime.create(Request(**wrong))
+    assert len(runtime.records()) == before
+
+
+def test_a_snapshot_takes_no_template_s_name(runtime: Runtime) -> None:
+    """Whoever asked for the template would have got the snapshot, and nothing once that was deleted."""
+    box, base = runtime.create(Request()), runtime.resolve("base").id
+    for name in ("base", base):
+        with pytest.raises(AlreadyExists, match="is a template"):
+            runtime.snapshot(box.id, name)
+    for name in (" ", "a\nb", "-rf", "\ud800", "x" * 256, "step:0"):
+        with pytest.raises(InvalidRequest):
+            runtime.snapshot(box.id, name)
+    assert runtime.resolve("base").id == base
+    runtime.kill(box.id)
 
 
 def test_a_disk_pause_keeps_files_only(runtime: Runtime) -> None:

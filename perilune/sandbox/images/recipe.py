@@ -66,11 +66,11 @@ def parse(text: str, context: Path) -> Recipe:
         if kind == "FROM":
             if origin:
                 raise InvalidRequest(f"line {number}: only one FROM is supported")
-            origin = rest.split()[0] if rest else ""
+            origin = next((part for part in rest.split() if not part.startswith("--")), "")
         elif not origin:
             raise InvalidRequest(f"line {number}: {kind} before FROM")
         elif kind in ("CMD", "ENTRYPOINT"):
-            command = shlex.join(json.loads(rest)) if rest.startswith("[") else rest
+            command = _shell(rest)
         elif kind in KINDS:
             steps.append(_step(kind, rest, context, number))
         else:
@@ -82,7 +82,7 @@ def parse(text: str, context: Path) -> Recipe:
 
 def _lines(text: str) -> list[tuple[int, str]]:
     found, begun, start = [], "", 0
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         if not begun and (not line.strip() or line.lstrip().startswith("#")):
             continue
         start = start or number
@@ -91,27 +91,62 @@ def _lines(text: str) -> list[tuple[int, str]]:
             continue
         found.append((start, (begun + line).strip()))
         begun, start = "", 0
+    if begun:  # the last line ends in a backslash
+        found.append((start, begun.strip()))
     return found
 
 
+def _within(source: Path, context: Path) -> bool:
+    try:
+        return source.resolve().is_relative_to(context.resolve()) and source.exists()
+    except (OSError, ValueError):  # too long, or with a NUL
+        return False
+
+
+def _listed(text: str) -> list[str]:
+    """The words of a JSON form; none where it is no JSON: `[ -d /x ] || mkdir /x` is a shell line, as in Docker."""
+    try:
+        words = json.loads(text) if text.startswith("[") else []
+    except ValueError:
+        return []
+    return words if all(isinstance(word, str) for word in words) else []
+
+
+def _shell(text: str) -> str:
+    words = _listed(text)
+    return shlex.join(words) if words else text
+
+
+def _split(text: str, number: int) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InvalidRequest(f"line {number}: {error}") from None
+
+
 def _step(kind: str, rest: str, context: Path, number: int) -> Step:
+    if not rest:
+        raise InvalidRequest(f"line {number}: {kind} says nothing")
     if kind == "RUN":
-        return Step(kind, (shlex.join(json.loads(rest)) if rest.startswith("[") else rest,))
+        return Step(kind, (_shell(rest),))
     if kind in ("ENV", "ARG"):
         pairs = re.findall(r'([A-Za-z_]\w*)(?:=("(?:[^"\\]|\\.)*"|\'[^\']*\'|\S*))?', rest) if "=" in rest else []
         if not pairs:
             key, _, value = rest.partition(" ")
             return Step("ENV", (key, value))
-        return Step("ENV", tuple(word for key, value in pairs for word in (key, "".join(shlex.split(value)))))
-    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+        return Step("ENV", tuple(word for key, value in pairs for word in (key, "".join(_split(value, number)))))
+    words = _listed(rest) or _split(rest, number)
     if kind == "COPY":
         owner = next((w.partition("=")[2] for w in words if w.startswith("--chown=")), "")
+        flags = [w for w in words if w.startswith("--") and not w.startswith("--chown=")]
+        if flags:
+            raise InvalidRequest(f"line {number}: COPY {flags[0]} is not supported")
         words = [w for w in words if not w.startswith("--")]
         if len(words) != 2:
             raise InvalidRequest(f"line {number}: COPY takes one source and one target")
         source = context / words[0].lstrip("/")
-        if not source.resolve().is_relative_to(context.resolve()) or not source.exists():
-            raise InvalidRequest(f"line {number}: {words[0]} is not in the build context")
+        if not _within(source, context):
+            raise InvalidRequest(f"line {number}: {words[0][:200]!r} is not in the build context")
         digest = tree_digest(source) if source.is_dir() else hashlib.sha256(source.read_bytes()).hexdigest()
         return Step(kind, (words[0], words[1], owner), context, digest)
     if len(words) != 1:
