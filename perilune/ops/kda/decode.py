@@ -11,30 +11,16 @@ tokens were grouped into windows.
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from perilune.ops.kda.drafts import Drafts
 from perilune.ops.kda.reference import accumulating, log_decay, spread, step, unit
 from perilune.ops.precision import own_precision
 
 TAPS = 4
-
-
-@dataclass
-class Drafts:
-    """Projected inputs of the last drafts, by row: qkv [rows,D,C], gate [rows,D,HV,K], beta [rows,D,HV]."""
-
-    qkv: Tensor
-    gate: Tensor
-    beta: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, drafts: int, qkv: Tensor, gate: Tensor, beta: Tensor) -> "Drafts":
-        """Room for `drafts` tokens of tensors like these [R,W,...]."""
-        return cls(*(x.new_zeros(rows, drafts, *x.shape[2:]) for x in (qkv, gate, beta)))
 
 
 def decode(

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from perilune.ops.kda.decode import Drafts
+from perilune.ops.kda.drafts import Drafts
 from perilune.ops.kda.triton_decode import decode_kernel
 
 WARPS = 8
@@ -45,7 +45,7 @@ def launch(
             qkv.stride(0), *gate.stride()[::2][:2], *beta.stride()[::2], *out_gate.stride()[::2][:2],
             *conv_weight.stride(), *state.stride(), *_tail_strides(tail, H, K, V), slots.stride(0),
             scale, lower_bound or 0.0, eps, **settings, KEY_FIRST=key_first,
-            num_warps=WARPS, maxnreg=REGISTERS,
+            num_warps=4, maxnreg=168,  # three programs a processor
         )  # fmt: skip
         return o
     past = (qkv, gate, beta) if drafts is None else (drafts.qkv, drafts.gate, drafts.beta)

@@ -13,17 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from perilune.ops.kda import hopper, hopper_backward
-from perilune.ops.kda.hopper import Problem, rowwise
+from perilune.ops.kda.hopper import Problem, problem_of, rowwise
 
 
 def _problem(
     q: Tensor, v: Tensor, lengths: Sequence[int], exports: Sequence[int], scale: float, lower_bound: float | None
 ) -> Problem:
-    places = tuple((int(n), int(at)) for n, at in zip(exports[::2], exports[1::2]))
-    return Problem(
-        tuple(int(n) for n in lengths), places, scale, lower_bound,
-        *(int(n) for n in (v.shape[1], v.shape[2], q.shape[2], q.shape[3], v.shape[3])),
-    )  # fmt: skip
+    places = tuple(zip(map(int, exports[::2]), map(int, exports[1::2])))
+    _, T, HV, V = v.shape
+    _, _, H, K = q.shape
+    return problem_of(tuple(map(int, lengths)), places, scale, lower_bound, *map(int, (T, HV, H, K, V)))
 
 
 def _forward(
@@ -46,7 +45,7 @@ def _watched(*inputs: Tensor | None) -> bool:
     return (
         torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()
-        or any(type(x) is not Tensor for x in tensors if not isinstance(x, torch.nn.Parameter))
+        or any(type(x) is not Tensor and not isinstance(x, torch.nn.Parameter) for x in tensors)
         or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     )
 

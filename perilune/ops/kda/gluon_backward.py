@@ -117,7 +117,7 @@ def states_kernel(
             (keep, ((kd, kr, p, vs, ds), signals, (room_s, room_u), h, u, runs, pieces, initial, final, carry,
                     i_n, i_h, i_k, i_v, f_n, f_h, f_k, f_v, HV, K, V, BV)),
             (bring, (rows, squares, decays, values, (kd, kd, kr, p, p, vs, ds), signals, chunks, pieces, runs,
-                     total, first, v_h, HV, K, V, BV, True)),
+                     total, first, v_h, HV, K, V, BV, True, 1)),
         ],
         [1],
         [24],

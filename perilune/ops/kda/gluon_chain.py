@@ -9,7 +9,10 @@ buffers of the chunk before are handed back (`free`, two in turn, since one coul
 `early` holds what a chunk needs at once, `late` what it needs after its first product: rings of three and of two, which
 is what 227 KB hold.
 
-Tables and SCAN as in `triton_forward`. C = 64 tokens; a program owns BV value columns of one head of one run.
+A program owns 64 value columns of one head of one run, or 128: then two groups of four warps walk 64 each, on the same
+factors and without waiting for one another, so that one multiplies while the other rounds its accumulators.
+
+Tables and SCAN as in `triton_forward`. C = 64 tokens; BV columns of one walker.
 """
 
 from triton.experimental import gluon
@@ -61,15 +64,16 @@ def settled():
 
 @gluon.jit
 def bring(rows, squares, decays, values, buffers, signals, chunks, pieces, runs, total, first, v_h,
-          HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SCAN: gl.constexpr):  # fmt: skip
+          HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SCAN: gl.constexpr,
+          WALKERS: gl.constexpr):  # fmt: skip
     """The warp that starts all copies: two chunks ahead what a chunk needs at once, one ahead the rest."""
     kd, qd, kr, p, aqk, vs, ds = buffers
     early, late, free = signals
     FULL: gl.constexpr = not SCAN
     head, run = gl.program_id(0) % HV, gl.program_id(0) // HV
-    column = head * v_h + gl.program_id(1) * BV
+    column = head * v_h + gl.program_id(1) * (WALKERS * BV)
     if SCAN:
-        column = gl.where(gl.program_id(1) * BV < V, column, 0)
+        column = gl.where(gl.program_id(1) * (WALKERS * BV) < V, column, 0)
     piece, last = gl.load(runs + 5 * run), gl.load(runs + 5 * run + 1)
     some = last > piece
     chunk = gl.load(pieces + 4 * piece + 2, mask=some, other=0)
@@ -84,9 +88,10 @@ def bring(rows, squares, decays, values, buffers, signals, chunks, pieces, runs,
             at = (chunk + step + 2) * HV + head
             bar = early.index(stage)
             token = gl.load(chunks + 2 * (first + chunk + step + 2))
-            mbarrier.expect(bar, (2 if FULL else 1) * 64 * K * 2 + 64 * BV * 2 + K * 4)
+            mbarrier.expect(bar, (2 if FULL else 1) * 64 * K * 2 + 64 * WALKERS * BV * 2 + K * 4)
             tma.async_copy_global_to_shared(rows, [at * 64, 0], bar, kd.index(stage))
-            tma.async_copy_global_to_shared(values, [token, column], bar, vs.index(half))
+            for n in gl.static_range(WALKERS):
+                tma.async_copy_global_to_shared(values, [token, column + n * BV], bar, vs.index(half * WALKERS + n))
             if FULL:
                 tma.async_copy_global_to_shared(rows, [(total * HV + at) * 64, 0], bar, qd.index(stage))
             tma.async_copy_global_to_shared(decays, [at, 0], bar, ds.index(stage))
@@ -103,10 +108,12 @@ def bring(rows, squares, decays, values, buffers, signals, chunks, pieces, runs,
 
 @gluon.jit
 def walk(
-    buffers, signals, room, o, runs, pieces, initial, final, carry, transfer, exports,
-    o_b, o_t, o_h, i_n, i_h, i_k, i_v, f_n, f_h, f_k, f_v, T,
+    buffers, signals, room, tensors, numbers,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SCAN: gl.constexpr,
+    WALKERS: gl.constexpr, WALKER: gl.constexpr,
 ):  # fmt: skip
+    o, runs, pieces, initial, final, carry, transfer, exports = tensors
+    o_b, o_t, o_h, i_n, i_h, i_k, i_v, f_n, f_h, f_k, f_v, T = numbers
     kd, qd, kr, p, aqk, vs, ds = buffers
     early, late, free = signals
     C: gl.constexpr = 64
@@ -119,15 +126,16 @@ def walk(
     head = gl.program_id(0) % HV
     head_l = head.to(gl.int64)
     run = gl.program_id(0) // HV
+    column = (gl.program_id(1) * WALKERS + WALKER) * BV
     c = gl.expand_dims(gl.arange(0, K, layout=gl.SliceLayout(0, acc_k)), 0)
-    e = gl.program_id(1) * BV + gl.expand_dims(gl.arange(0, BV, layout=gl.SliceLayout(1, acc_k)), 1)
+    e = column + gl.expand_dims(gl.arange(0, BV, layout=gl.SliceLayout(1, acc_k)), 1)
     t = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, acc_c)), 0)
     piece, last = gl.load(runs + 5 * run), gl.load(runs + 5 * run + 1)
     index = gl.load(runs + 5 * run + 3).to(gl.int64)
     target = gl.load(runs + 5 * run + 4).to(gl.int64)
     writes = True  # the part of a scan that builds M reads no values
     if SCAN:
-        writes = gl.program_id(1) * BV < V
+        writes = column < V
         S = gl.where(e - V == c, 1.0, 0.0)
     else:
         kind = gl.load(runs + 5 * run + 2)
@@ -138,7 +146,7 @@ def walk(
     out_count = 0
     i = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, lines)), 1)
     j = gl.expand_dims(gl.arange(0, BV, layout=gl.SliceLayout(0, lines)), 0)
-    o += head_l * o_h + gl.program_id(1) * BV
+    o += head_l * o_h + column
     stage, phase, step = 0, 0, 0
     while piece < last:
         start = gl.load(pieces + 4 * piece)
@@ -149,7 +157,7 @@ def walk(
             half = step & 1
             mbarrier.wait(early.index(stage), phase)
             Sw = gl.convert_layout(S.to(bf16), left(C, W))
-            v = vs.index(half).permute((1, 0)).load(acc_c).to(gl.float32)
+            v = vs.index(half * WALKERS + WALKER).permute((1, 0)).load(acc_c).to(gl.float32)
             v = gl.where((t < count - n * C) & writes, v, 0.0)
             D = warpgroup_mma(Sw, kd.index(stage).permute((1, 0)), v, is_async=True)
             if FULL:
@@ -206,19 +214,20 @@ def chain_kernel(
     rows, squares, decays, values, o, runs, pieces, chunks, initial, final, carry, transfer, exports,
     o_b, o_t, o_h, i_n, i_h, i_k, i_v, f_n, f_h, f_k, f_v, T, total, first, v_h,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SCAN: gl.constexpr,
+    WALKERS: gl.constexpr,
 ):  # fmt: skip
     C: gl.constexpr = 64
     bf16: gl.constexpr = gl.bfloat16
     kd = gl.allocate_shared_memory(bf16, [3, C, K], tile(16))
     kr = gl.allocate_shared_memory(bf16, [2, C, K], tile(16))
     p = gl.allocate_shared_memory(bf16, [2, C, C], tile(16))
-    vs = gl.allocate_shared_memory(bf16, [2, C, BV], tile(16))
+    vs = gl.allocate_shared_memory(bf16, [2 * WALKERS, C, BV], tile(16))
     ds = gl.allocate_shared_memory(gl.float32, [3, 1, K], tile(32))
-    qd, aqk, room = kd, p, vs.index(0)
+    qd, aqk, rooms = kd, p, vs
     if not SCAN:
         qd = gl.allocate_shared_memory(bf16, [3, C, K], tile(16))
         aqk = gl.allocate_shared_memory(bf16, [2, C, C], tile(16))
-        room = gl.allocate_shared_memory(bf16, [C, BV], tile(16))
+        rooms = gl.allocate_shared_memory(bf16, [WALKERS, C, BV], tile(16))
     early = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     late = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -226,16 +235,29 @@ def chain_kernel(
         mbarrier.init(early.index(s), count=1)
     for s in gl.static_range(2):
         mbarrier.init(late.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
+        mbarrier.init(free.index(s), count=WALKERS)
     fence_async_shared()
     buffers, signals = (kd, qd, kr, p, aqk, vs, ds), (early, late, free)
-    gl.warp_specialize(
-        [
-            (walk, (buffers, signals, room, o, runs, pieces, initial, final, carry, transfer, exports,
-                    o_b, o_t, o_h, i_n, i_h, i_k, i_v, f_n, f_h, f_k, f_v, T, HV, K, V, BV, SCAN)),
-            (bring, (rows, squares, decays, values, buffers, signals, chunks, pieces, runs, total, first, v_h,
-                     HV, K, V, BV, SCAN)),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+    tensors = (o, runs, pieces, initial, final, carry, transfer, exports)
+    numbers = (o_b, o_t, o_h, i_n, i_h, i_k, i_v, f_n, f_h, f_k, f_v, T)
+    if WALKERS == 1:
+        gl.warp_specialize(
+            [
+                (walk, (buffers, signals, rooms.index(0), tensors, numbers, HV, K, V, BV, SCAN, 1, 0)),
+                (bring, (rows, squares, decays, values, buffers, signals, chunks, pieces, runs, total, first, v_h,
+                         HV, K, V, BV, SCAN, 1)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (walk, (buffers, signals, rooms.index(0), tensors, numbers, HV, K, V, BV, SCAN, 2, 0)),
+                (walk, (buffers, signals, rooms.index(1), tensors, numbers, HV, K, V, BV, SCAN, 2, 1)),
+                (bring, (rows, squares, decays, values, buffers, signals, chunks, pieces, runs, total, first, v_h,
+                         HV, K, V, BV, SCAN, 2)),
+            ],
+            [4, 1],
+            [232, 24],
+        )  # fmt: skip

@@ -392,8 +392,8 @@ def let_next_start():
 @gluon.jit
 def prepare_kernel(
     q, k, gate, beta, A_log, dt_bias, chunks,
-    kd, qd, kr, p, aqk, decay,
-    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, b_b, b_t, b_h, T, scale, lower_bound, first,
+    factors, squares, decay,
+    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, b_b, b_t, b_h, T, scale, lower_bound, first, size,
     HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
     bf16: gl.constexpr = gl.bfloat16
@@ -452,9 +452,10 @@ def prepare_kernel(
     beyond_all = room._reinterpret(bf16, [2, 2, 4, 16, 32], plain)
     beside_all = raw_k._reinterpret(bf16, [K // 32, 2, 2, 16, 32], plain)
     out = rows_of(K)
-    kd += pid * (C * K)
-    qd += pid * (C * K)
-    kr += pid * (C * K)
+    apart = size * HV  # of two arrays of the workspace, in (chunk, head) pairs
+    kd = factors + pid * (C * K)
+    qd = kd + apart * (C * K)
+    kr = qd + apart * (C * K)
     for h in range(0, K // 64):
         G, mid, end = decays(raw_g.index(h).load(thin), slope, bias.to(gl.float32) * slope, unit)
         bias = gl.load(dt_bias + (64 * h + 64) % K + c2)
@@ -508,7 +509,8 @@ def prepare_kernel(
     # Where the four tiles of a block go; the ones that hold nothing fill the zeros above the diagonal.
     at = (m * 16 + i) * C + j
     t0, t1, t2 = m * 16, (m ^ 1) * 16, ((m >> 1) ^ 1) * 32
-    aqk += pid * (C * C)
+    p = squares + pid * (C * C)
+    aqk = p + apart * (C * C)
     gl.store(aqk + (at + t0), halves(gl.where(i >= j, by_token(near[1]), 0.0)))
     gl.store(aqk + (at + t1), halves(gl.where(odd, by_token(pair[1]), 0.0)))
     gl.store(aqk + (at + t2), halves(gl.where(late, by_token(far0[1]), 0.0)))
@@ -520,7 +522,6 @@ def prepare_kernel(
         by_row(gl.where(i > j, by_token(near[0]) * bi, 0.0)), by_row(gl.where(odd, by_token(pair[0]) * bi, 0.0)),
         by_row(gl.where(late, by_token(far0[0]) * bi, 0.0)), by_row(gl.where(late, by_token(far1[0]) * bi, 0.0)),
     )  # fmt: skip
-    p += pid * (C * C)
     gl.store(p + (at + t0), halves(by_token(X) * beta_columns(room_b, 0)))
     gl.store(p + (at + t1), halves(by_token(S) * beta_columns(room_b, 1)))
     gl.store(p + (at + t2), halves(by_token(Z0) * beta_columns(room_b, 2)))

@@ -5,8 +5,8 @@
 
 The copy of a head's state starts before anything else and lands while conv, norms and gate of the token are computed.
 Both reads of the state need only d·k and d·q, so one pass serves both. Values do not touch one another: a piece of 32
-or 64 of them with all their keys is read, answered, updated and stored in one visit, and no warp waits for another.
-Two programs fit a processor, so one's copy hides the other's pieces.
+of them with all their keys is waited for, read, answered, updated and stored in one visit, while the next still lands.
+Four warps, so that three programs fit a processor and one's copies hide another's pieces.
 """
 
 from triton.experimental import gluon
@@ -23,19 +23,19 @@ def flat(rank):
 
 @gluon.constexpr_function
 def piece(key_first):
-    """A piece of the state, 16 bytes an access: [32 values,128 keys], or [128 keys,64 values].
+    """32 values of the state with all their keys, 16 bytes an access: [32,128], or [128,32] by contiguous values.
 
-    A warp has its values whole: 4 of them spread over eight lanes, or 8, one sector a row, spread over sixteen.
+    A warp has its values whole: 8 of them, two by two or one sector a row, spread over eight or sixteen lanes.
     """
     if key_first:
-        return gl.BlockedLayout([1, 4], [4, 8], [8, 1], [1, 0])
-    return gl.BlockedLayout([1, 4], [16, 2], [1, 8], [1, 0])
+        return gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 4], [16, 2], [1, 4], [1, 0])
 
 
 @gluon.constexpr_function
 def pieces(key_first):
-    """[n,...] of them, as they are fetched: rows of 512 or 256 bytes."""
-    return gl.BlockedLayout([1, 1, 4], [1, 4, 8] if key_first else [1, 2, 16], [1, 8, 1], [2, 1, 0])
+    """[n,...] of them, as they are fetched: rows of 512 or 128 bytes."""
+    return gl.BlockedLayout([1, 1, 4], [1, 1, 32] if key_first else [1, 4, 8], [1, 4, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
@@ -57,14 +57,14 @@ def add3(a0, a1, a2, b0, b1, b2):
 
 @gluon.jit
 def bring(room, at, step, stride, layout: gl.constexpr):
-    """Starts the copy of pieces [n,rows,F], `step` numbers apart, and their rows `stride`."""
-    n = gl.arange(0, room.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    """Starts the copies of pieces [n,rows,F], `step` numbers apart, and their rows `stride`, each to be waited for."""
     i = gl.arange(0, room.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     j = gl.arange(0, room.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    n, i = gl.expand_dims(gl.expand_dims(n, 1), 2), gl.expand_dims(gl.expand_dims(i, 0), 2)
-    j = gl.expand_dims(gl.expand_dims(j, 0), 1)
-    async_copy.async_copy_global_to_shared(room, at + (n * step + i * stride + j))
-    async_copy.commit_group()
+    i, j = gl.expand_dims(gl.expand_dims(i, 0), 2), gl.expand_dims(gl.expand_dims(j, 0), 1)
+    N: gl.constexpr = room.shape[0]
+    for n in gl.static_range(N):
+        async_copy.async_copy_global_to_shared(room.slice(n, 1, dim=0), at + n * step + (i * stride + j))
+        async_copy.commit_group()
 
 
 @gluon.jit
@@ -95,7 +95,9 @@ def step(room, at, move, dq, dk, d, k, v, o, b, qk, KEYS: gl.constexpr, layout: 
     VALUES: gl.constexpr = gl.SliceLayout(KEYS, layout)
     o = o._reinterpret(gl.float32, [N, o.shape[0] // N], flat(1))
     dq, dk, d, k = along(dq, KEYS, layout), along(dk, KEYS, layout), along(d, KEYS, layout), along(k, KEYS, layout)
-    for n in range(0, N):
+    for n in gl.static_range(N):
+        async_copy.wait_group(N - 1 - n)
+        gl.thread_barrier()
         S = room.index(n).load(layout)
         seen, out = gl.reduce((S * dk, S * dq), KEYS, add2)
         u = b * (part(v, n, N, VALUES) - seen)
@@ -112,11 +114,11 @@ def decode_kernel(
 ):  # fmt: skip
     """One program a request and key head; arguments as in `gluon_decode`."""
     HV: gl.constexpr = H * GROUP
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tile: gl.constexpr = piece(KEY_FIRST)
     ROWS: gl.constexpr = 32 if KEY_FIRST else K  # of a piece
-    LONG: gl.constexpr = K if KEY_FIRST else 64
-    N: gl.constexpr = K * V // (ROWS * LONG)
+    LONG: gl.constexpr = K if KEY_FIRST else 32
+    N: gl.constexpr = V // 32
     row, key_head = (gl.program_id(0) // H).to(gl.int64), gl.program_id(0) % H
     c, e = gl.arange(0, K, layout=line), gl.arange(0, V, layout=line)
     slot = gl.load(slots + row * slot_r).to(gl.int64)
@@ -131,7 +133,7 @@ def decode_kernel(
     i = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, tile)), 1)
     j = gl.expand_dims(gl.arange(0, LONG, layout=gl.SliceLayout(0, tile)), 0)
     stride = s_v if KEY_FIRST else s_k
-    move = 32 * s_v if KEY_FIRST else 64
+    move = 32 * s_v if KEY_FIRST else 32
     qc = key_head * K + c
     kc = H * K + qc
     x += row * x_r
@@ -165,8 +167,6 @@ def decode_kernel(
         if g == GROUP - 1:
             remember(q_tail, t_w, q1, q2, xq)
             remember(k_tail, t_w, k1, k2, xk)
-        async_copy.wait_group(0)
-        gl.thread_barrier()
         step(by_piece, sp + (i * stride + j), move, kept[0], kept[1], kept[2], kept[3], kept[4],
              room_o, b, qk, 1 if KEY_FIRST else 0, tile)  # fmt: skip
         gl.thread_barrier()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.kda.decode_launch import on_hopper
+from perilune.ops.kda.launch import launch
 from perilune.ops.kda.segments import CHUNK, FINAL, INITIAL, PANEL, ZERO, Panel, Plan, Shape, plan
 from perilune.ops.kda.triton_forward import chain_kernel, merge_kernel
 from perilune.ops.kda.triton_prepare import prepare_kernel
@@ -32,9 +33,9 @@ def accepts(q: Tensor, v: Tensor, delta: bool) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
-    """What the kernels need besides tensors."""
+    """What the kernels need besides tensors. A key of caches by what it is, not by what it says: see `problem_of`."""
 
     lengths: tuple[int, ...]
     exports: tuple[tuple[int, int], ...]
@@ -48,10 +49,11 @@ class Problem:
     segments: int = 0
     limit: int = PANEL
 
-    @property
+    @functools.cached_property
     def bounded(self) -> bool:
         return self.lower_bound is not None and self.lower_bound >= BOUND
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (of as many problems as `problem_of` keeps)
     def plan(self, has_state: bool) -> Plan:
         shape = Shape(self.heads, self.key, self.value, has_state)
         return plan(self.lengths, self.exports, shape, limit=self.limit, segments=self.segments)
@@ -64,6 +66,10 @@ def longest_first(panel: Panel, rows: Sequence[tuple[int, ...]]) -> list[tuple[i
         return sum(-(-panel.pieces[p][1] // CHUNK) for p in range(row[0], row[1]))
 
     return sorted(rows, key=chunks, reverse=True)
+
+
+problem_of = functools.lru_cache(maxsize=64)(Problem)
+"""The same object for the same values, so that a call hashes a packing's lengths once."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,8 +128,8 @@ def prepare(inputs: Sequence[Tensor], problem: Problem, chunks: Tensor, first: i
     hopper = by_hand(inputs, problem)
     if hopper:
         q, k, gate = aligned(q), aligned(k), aligned(gate)
-    arguments = (
-        q, k, gate, beta, A_log, dt_bias, chunks, *to.all(),
+    tensors = (q, k, gate, beta, A_log, dt_bias, chunks)
+    numbers = (
         *q.stride()[:3], *k.stride()[:3], *gate.stride()[:3], *beta.stride(),
         problem.tokens, problem.scale, problem.lower_bound or 0.0, first,
     )  # fmt: skip
@@ -131,11 +137,15 @@ def prepare(inputs: Sequence[Tensor], problem: Problem, chunks: Tensor, first: i
     if hopper:
         from perilune.ops.kda import gluon_prepare
 
-        gluon_prepare.prepare_kernel[(count * problem.heads,)](*arguments, **settings, num_warps=4, maxnreg=168)
+        kernel = gluon_prepare.prepare_kernel
+        launch(
+            kernel, (count * problem.heads, 1), (), (*tensors, to.rows, to.squares, to.decay),
+            (*numbers, to.decay.shape[0]), settings, num_warps=4, maxnreg=168,
+        )  # fmt: skip
         return
     prepare_kernel[(count * problem.heads,)](
-        *arguments, **settings, KB=32, BOUNDED=problem.bounded, FLOORED=problem.lower_bound is not None,
-        PRECISION="tf32", num_warps=4, num_stages=1,
+        *tensors, *to.all(), *numbers, **settings, KB=32, BOUNDED=problem.bounded,
+        FLOORED=problem.lower_bound is not None, PRECISION="tf32", num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
@@ -207,8 +217,6 @@ def chain(
     if panel.scans:
         transfer = final.new_empty(len(panel.scans), HV, V + K, K)
         carry = final.new_empty(panel.carries, HV, V, K)
-    strides = (*v.stride()[:3], *o.stride()[:3], *initial.stride(), *final.stride())
-
     hopper = panel.count > 0 and on_hopper(v.device)
     if hopper:
         from perilune.ops.kda import gluon_backward, gluon_chain
@@ -217,35 +225,40 @@ def chain(
 
     def walk(runs: Tensor, count: int, scan: bool) -> None:
         block = min(128, K, V) if scan else panel.block
+        constants = {"HV": HV, "K": K, "V": V, "BV": block}
         # Launched before the factors are done, where no merge comes in between.
         options = {"num_warps": block // 16, "launch_pdl": scan or not panel.scans}
         if hopper and keep is not None and not scan:
-            h, u = keep
-            gluon_backward.states_kernel[(count * HV, V // block)](
-                *descriptors(to, v, block), tiles(h.flatten(0, 1), block, K), tiles(u.flatten(0, 1), block, CHUNK),
-                runs, table["pieces"], chunks, initial, final, carry, *initial.stride(), *final.stride(),
-                to.decay.shape[0], panel.first, v.stride(2), HV=HV, K=K, V=V, BV=block, **options,
+            h, u = (tiles(x.flatten(0, 1), block, n) for x, n in zip(keep, (K, CHUNK)))
+            launch(
+                gluon_backward.states_kernel, (count * HV, V // block), (*descriptors(to, v, block), h, u),
+                (runs, table["pieces"], chunks, initial, final, carry),
+                (*initial.stride(), *final.stride(), to.decay.shape[0], panel.first, v.stride(2)), constants, **options,
             )  # fmt: skip
             return
         if hopper:
-            gluon_chain.chain_kernel[(count * HV, (V + K if scan else V) // block)](
-                *descriptors(to, v, block), o, runs, table["pieces"], chunks, initial, final, carry, transfer,
-                final if exports is None else exports, *o.stride()[:3], *initial.stride(), *final.stride(),
-                problem.tokens, to.decay.shape[0], panel.first, v.stride(2),
-                HV=HV, K=K, V=V, BV=block, SCAN=scan, **options,
+            constants |= {"BV": 64, "SCAN": scan, "WALKERS": block // 64}
+            launch(
+                gluon_chain.chain_kernel, (count * HV, (V + K if scan else V) // block), descriptors(to, v, 64),
+                (o, runs, table["pieces"], chunks, initial, final, carry, transfer,
+                 final if exports is None else exports),
+                (*o.stride()[:3], *initial.stride(), *final.stride(),
+                 problem.tokens, to.decay.shape[0], panel.first, v.stride(2)),
+                constants, **options | {"num_warps": 4},
             )  # fmt: skip
             return
         chain_kernel[(count * HV, (V + K if scan else V) // block)](
             *to.all(), v, o, runs, table["pieces"], initial, final, carry, transfer,
-            final if exports is None else exports, *(keep or (v, v)), *strides, problem.tokens,
-            HV=HV, K=K, V=V, BV=block, SCAN=scan, KEEP=keep is not None and not scan, STAGES=2, num_warps=block // 16,
+            final if exports is None else exports, *(keep or (v, v)),
+            *v.stride()[:3], *o.stride()[:3], *initial.stride(), *final.stride(), problem.tokens,
+            **constants, SCAN=scan, KEEP=keep is not None and not scan, STAGES=2, num_warps=block // 16,
         )  # fmt: skip
 
     if panel.scans:
         walk(table["scans"], len(panel.scans), True)
-        merge_kernel[(len(panel.merges) * HV, V // 32)](
-            transfer, table["merges"], initial, final, carry, *initial.stride(), *final.stride(),
-            HV=HV, K=K, V=V, BV=32, num_warps=8, num_stages=2,
+        launch(
+            merge_kernel, (len(panel.merges) * HV, V // 32), (), (transfer, table["merges"], initial, final, carry),
+            (*initial.stride(), *final.stride()), {"HV": HV, "K": K, "V": V, "BV": 32}, num_warps=8, num_stages=2,
         )  # fmt: skip
     walk(table["runs"], len(panel.runs), False)
 

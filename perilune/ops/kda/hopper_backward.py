@@ -25,6 +25,7 @@ from perilune.ops.kda.hopper import (
     tables,
     tiles,
 )
+from perilune.ops.kda.launch import launch
 from perilune.ops.kda.segments import CHUNK, Panel
 from perilune.ops.kda.triton_backward import gradient_kernel, pair_kernel, reverse_kernel, unit_kernel
 
@@ -94,10 +95,12 @@ def reverse(
         from perilune.ops.kda import gluon_backward
 
         do = copyable(do)
-        gluon_backward.reverse_kernel[grid](
-            *descriptors(workspace, do, block), tiles(d.flatten(0, 1), block, K), dv, walks, table["pieces"], chunks,
-            ends, dstate, exports, *strides, workspace.decay.shape[0], panel.first, do.stride(2),
-            HV=HV, K=K, V=V, BV=block, num_warps=block // 16,
+        launch(
+            gluon_backward.reverse_kernel, grid,
+            (*descriptors(workspace, do, block), tiles(d.flatten(0, 1), block, K)),
+            (dv, walks, table["pieces"], chunks, ends, dstate, exports),
+            (*strides, workspace.decay.shape[0], panel.first, do.stride(2)),
+            {"HV": HV, "K": K, "V": V, "BV": block}, num_warps=block // 16,
         )  # fmt: skip
         return
     reverse_kernel[grid](
@@ -137,14 +140,16 @@ def inside_by_hand(
     q, k, gate, beta, A_log, dt_bias = inputs
     K, V = problem.key, problem.value
     total = panel.count * problem.heads
-    gluon_gradient.gradient_kernel[(min(processors(do.device), total),)](
-        tiles(q, CHUNK, K), tiles(k, CHUNK, K), tiles(gate, CHUNK, K), tiles(kept.states, V, K),
-        tiles(do, CHUNK, V), tiles(to.v, CHUNK, V), tiles(kept.u.flatten(0, 1), V, CHUNK),
-        gate, chunks, beta, A_log, dt_bias, to.q, to.k, to.gate, to.beta,
-        to.A_part[panel.first :], to.bias_part[panel.first :],
-        q.stride(2), k.stride(2), *gate.stride()[:3], do.stride(2), to.v.stride(2), *beta.stride(),
-        problem.tokens, problem.scale, problem.lower_bound, total, kept.u.shape[0] * problem.heads, panel.first,
-        HV=problem.heads, GROUP=problem.heads // problem.key_heads, K=K, V=V, num_warps=K // 16,
+    launch(
+        gluon_gradient.gradient_kernel, (min(processors(do.device), total), 1),
+        (tiles(q, CHUNK, K), tiles(k, CHUNK, K), tiles(gate, CHUNK, K), tiles(kept.states, V, K),
+         tiles(do, CHUNK, V), tiles(to.v, CHUNK, V), tiles(kept.u.flatten(0, 1), V, CHUNK)),
+        (gate, chunks, beta, A_log, dt_bias, to.q, to.k, to.gate, to.beta,
+         to.A_part[panel.first :], to.bias_part[panel.first :]),
+        (q.stride(2), k.stride(2), *gate.stride()[:3], do.stride(2), to.v.stride(2), *beta.stride(),
+         problem.tokens, problem.scale, problem.lower_bound or 0.0,
+         total, kept.u.shape[0] * problem.heads, panel.first),
+        {"HV": problem.heads, "GROUP": problem.heads // problem.key_heads, "K": K, "V": V}, num_warps=K // 16,
     )  # fmt: skip
 
 

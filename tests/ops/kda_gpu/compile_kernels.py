@@ -35,7 +35,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED = 227 * 1024
 BF16, FP32, INT = "*bf16", "*fp32", "*i32"
 FLOATS = {"scale": "fp32", "lower_bound": "fp32", "eps": "fp32"}
-FACTORS = dict.fromkeys(["kd", "qd", "kr", "p", "aqk"], BF16) | {"decay": FP32}
+FACTORS = dict.fromkeys(["kd", "qd", "kr", "p", "aqk", "factors", "squares"], BF16) | {"decay": FP32}
 INPUTS = dict.fromkeys(
     ["q", "k", "v", "gate", "beta", "o", "do", "dv", "h", "d", "u", "dq", "dk", "dgate", "dbeta"], BF16
 )
@@ -115,10 +115,10 @@ def chain() -> None:
                 2,
             )
             if not keep:
-                shape = {"HV": 8, "K": K, "V": V, "BV": BV, "SCAN": scan, "i_v": 1, "f_v": 1}
-                types = TYPES | copied(K, BV)
+                shape = {"HV": 8, "K": K, "V": V, "BV": 64, "SCAN": scan, "WALKERS": BV // 64, "i_v": 1, "f_v": 1}
+                types = TYPES | copied(K, 64)
                 name = f"gluon chain K{K} V{V} block {BV} scan {scan}"
-                build(name, gluon_chain.chain_kernel, types, shape, BV // 16)
+                build(name, gluon_chain.chain_kernel, types, shape, 4)
     shape = {"HV": 8, "K": 128, "V": 128, "BV": 32, "i_v": 1, "f_v": 1}
     build("merge", triton_forward.merge_kernel, TYPES, shape, 8, 2)
 
@@ -174,7 +174,7 @@ def decode() -> None:
         for group in (1, 4):
             shape = {"H": 8, "GROUP": group, "K": 128, "V": 128, "FLOORED": True, "KEY_FIRST": first == "s_k", first: 1}
             name = f"gluon decode one token, group {group} unit {first}"
-            build(name, gluon_token.decode_kernel, STEP | FLOATS, shape, 8, registers=128)
+            build(name, gluon_token.decode_kernel, STEP | FLOATS, shape, 4, registers=168)
 
 
 if __name__ == "__main__":
