@@ -11,7 +11,8 @@ Reported per exchange and maxvio, in ms (the slowest rank; median of `--repeat` 
 exchange of counts), prefetch, dispatch, combine; forward; forward and backward; TFLOP/s a GPU of the expert products in
 the latter; GiB at the peak, shared buffers included. What never asks the host is timed twice: as the host issues it,
 and, in rows named "captured", as one CUDA graph, which is what the device alone needs. `--cpu` runs the two collective
-ones on gloo with small numbers, to try the script.
+ones on gloo with small numbers, to try the script. `--ranks R` with one process: the symmetric exchange of rank 0 of R,
+the others' memory on the same card (see twins.py: no wire, no waiting); `--profile` adds each kernel's time.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +65,12 @@ def routing(want: float, ranks: int, tokens: int, top_k: int, experts: int) -> l
     return found
 
 
-def captured(what: Callable[[], Any]) -> Callable[[], Any]:
+Run = Callable[[], Any]
+
+
+def captured(what: Run) -> Run:
     """The same work as one CUDA graph; what it made is kept, so that its memory is not given away."""
-    graph = torch.cuda.CUDAGraph()
+    graph: Any = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # a graph has memory of its own
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -73,10 +78,24 @@ def captured(what: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
+def kernel_times(what: Callable[[], Any], rounds: int = 3) -> str:
+    """Calls and microseconds of every kernel in one run, the longest first."""
+    what()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(rounds):
+            what()
+        torch.cuda.synchronize()
+    found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+    line = "{:>9.1f} us {:>5.1f} x {}".format
+    return "\n".join(line(e.self_device_time_total / rounds, e.count / rounds, e.key[:110]) for e in found[:24])
+
+
 class Bench:
     def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.rank, self.size = given, dist.get_rank(), dist.get_world_size()
+        self.given, self.rank, self.size = given, dist.get_rank(), given.ranks or dist.get_world_size()
+        self.twins: Any = None
         self.capture = False
+        self.together: Run = lambda: None
         self.device = torch.device("cpu") if given.cpu else torch.device("cuda", torch.cuda.current_device())
         g = torch.Generator(self.device).manual_seed(7 + self.rank)
         new = lambda *shape: torch.randn(*shape, generator=g, device=self.device, dtype=torch.bfloat16)  # noqa: E731
@@ -86,6 +105,11 @@ class Bench:
 
     def exchange(self, name: str) -> Exchange:
         given = self.given
+        if given.ranks:
+            from twins import Twins
+
+            self.twins = Twins(given.ranks, given.experts, given.top_k, given.tokens)
+            return self.twins.first
         if name == "symmetric":
             from perilune.parallel.symmetric import Symmetric
 
@@ -94,18 +118,25 @@ class Bench:
             return Exchange(Collective(), given.experts, given.top_k, tokens=given.tokens)
         return Exchange(Collective(), given.experts, given.top_k, balanced=False)
 
-    def time(self, what: Callable[[], Any]) -> float:
-        """Median ms of the slowest rank; every run starts together."""
+    def time(self, what: Run) -> float:
+        """Median ms of the slowest rank; every run starts together, behind a barrier as in a layer.
+
+        A captured run is in the queue before that barrier is passed: what the host does is not timed.
+        """
         if self.given.cpu:
             what()
             return float("nan")
         for _ in range(self.given.warmup):
             what()
+        self.together()
         what = captured(what) if self.capture else what
         found = []
         for _ in range(self.given.repeat):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             dist.barrier()
+            if self.capture:
+                torch.cuda._sleep(1_000_000)
+            self.together()
             start.record()
             what()
             end.record()
@@ -130,7 +161,19 @@ class Bench:
         found["combine"] = self.time(lambda: fabric.pull(rows, None, traffic))
         return found
 
-    def measure(self, exchange: Exchange, ids: Tensor) -> dict[str, float]:
+    def show(self, title: str, lines: str) -> None:
+        """One rank after the other."""
+        for rank in range(dist.get_world_size()):
+            if rank == dist.get_rank():
+                print(f"{title}\n{lines}", flush=True)
+            dist.barrier()
+
+    def measure(self, exchange: Exchange, routes: list[Tensor]) -> dict[str, float]:
+        ids = routes[self.rank].to(self.device)
+        if self.twins is not None:
+            self.twins.send(self.x.detach(), routes)
+        fabric = exchange.fabric
+        self.together = partial(fabric._barrier, "reuse of a buffer") if hasattr(fabric, "_barrier") else lambda: None
         weights = torch.full(ids.shape, 1 / ids.shape[1], device=self.device).requires_grad_()
         found = self.parts(exchange, ids, weights.detach())
 
@@ -139,17 +182,20 @@ class Bench:
             return torch.autograd.grad(y, (self.x, weights, *self.own), self.dy) if backward else y
 
         if not self.given.cpu:
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         found["forward"] = self.time(lambda: layer(False))
         found["both"] = self.time(lambda: layer(True))
         flop = 3 * 3 * 2 * ids.numel() * self.given.width * self.given.hidden  # 3 products, forward and twice backward
         found["TFLOP/s"] = flop / found["both"] / 1e9
-        fabric = exchange.fabric
         buffers = [*getattr(fabric, "_buffers", {}).values(), *getattr(fabric, "_pools", {}).values()]
         shared = sum(b.mine.numel() * b.mine.element_size() for b in buffers)
         peak = 0 if self.given.cpu else torch.cuda.max_memory_allocated()
         found["GiB"] = (peak + shared) / 2**30
         getattr(fabric, "check", lambda: None)()
+        if self.given.profile and self.capture:
+            self.together()
+            self.show(f"rank {self.rank}, kernels of forward and backward", kernel_times(captured(lambda: layer(True))))
         return found
 
 
@@ -179,6 +225,8 @@ def main() -> None:
     arguments.add_argument("--only", nargs="+", default=list(COLOURS)[1:])
     arguments.add_argument("--out", type=Path, help="JSON; the plot lies beside it as .svg")
     arguments.add_argument("--cpu", action="store_true")
+    arguments.add_argument("--ranks", type=int, default=0, help="simulate rank 0 of so many on one card")
+    arguments.add_argument("--profile", action="store_true", help="kernels of the captured layer")
     given = arguments.parse_args()
     if not given.cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -190,7 +238,7 @@ def main() -> None:
         for ids, bench.capture in itertools.product(routes, [False, True] if name == "symmetric" else [False]):
             seen = maxvio(torch.cat(ids), given.experts)
             one: dict[str, Any] = {"exchange": name + " captured" * bench.capture, "maxvio": seen}
-            one |= bench.measure(exchange, ids[bench.rank].to(bench.device))
+            one |= bench.measure(exchange, ids)
             found.append(one)
             if bench.rank == 0:
                 print(" ".join(f"{k} {v:.3f}" if isinstance(v, float) else v for k, v in one.items()), flush=True)

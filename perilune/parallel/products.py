@@ -4,8 +4,8 @@
 
 torch's grouped product takes one array of weights and rows from 0 on. It computes the first L groups of all N rows and
 leaves the others untouched; these are filled in place: by a loop on the host (the reference, any dtype), or by one
-Triton kernel that reads `ends` on the device. Nothing is copied and nothing is waited for. `ends[-1]` is N: every row
-belongs to a group.
+Triton kernel that reads `ends` on the device. Where groups have few rows, one kernel walks own and lent groups alike.
+Nothing is copied and nothing is waited for. `ends[-1]` is N: every row belongs to a group.
 Legend: N rows, D and F widths, L own groups, B slots, G = L + B; ends int32 [G].
 """
 
@@ -17,10 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+FEW = 512  # rows a group
+
 
 def product(x_ND: Tensor, own_LDF: Tensor, lent_BDF: Tensor, ends_G: Tensor) -> Tensor:
     """x [N, D], own [L, D, F], lent [B, D, F] (any strides) -> [N, F]."""
     local = own_LDF.shape[0]
+    if x_ND.is_cuda and lent_BDF.shape[0] and x_ND.shape[0] < FEW * local:
+        from perilune.parallel.products_triton import described, grouped  # Triton is absent from CPU installs
+
+        if described(x_ND, own_LDF, lent_BDF):
+            return grouped(x_ND, own_LDF, lent_BDF, ends_G)
     out = _home(x_ND, own_LDF, ends_G[:local])
     if lent_BDF.shape[0]:
         _lent(out, x_ND, lent_BDF, ends_G[local - 1 :])

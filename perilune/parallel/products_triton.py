@@ -1,9 +1,15 @@
-"""Products of borrowed groups, filled into what torch's grouped product left (see `products`).
+"""Grouped products whose rows are known only on the device (see `products`).
 
-Groups are few and their rows known only on the device. A fixed number of programs, one or two a multiprocessor, walks
-the tiles that there are: the borders of the B groups fit in one vector, and its prefix sums say which group a tile
-number falls in. Slots without rows cost nothing, however many there are.
-Legend: N rows, D and F widths, B slots (BP a power of two); borders int32 [B + 1]; EVEN: widths are whole tiles.
+A fixed number of programs, one a multiprocessor, walks the tiles that there are. Groups without rows cost next to
+nothing, however many there are.
+
+    grouped_kernel    all groups, own and lent, in one walk, through Hopper's tensor descriptors: many groups of few
+                      rows, where torch's grouped product slows down with their skew
+    product_kernel    the borrowed groups alone, on any device, beside torch's grouped product
+    gradient_kernel   their gradients
+
+Legend: N rows, D and F widths, L own groups, B slots (BP a power of two); ends int32 [L + B]; borders int32 [B + 1];
+EVEN: widths are whole tiles; KMAJOR: weights lie as [F, D].
 """
 
 # Kernel arguments are pointers and constants of the Triton language.
@@ -14,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
@@ -95,6 +102,56 @@ def gradient_kernel(
         tl.store(where, total.to(grad.dtype.element_ty), (d[:, None] < D) & (f[None, :] < F))
 
 
+@triton.jit
+def _block(
+    x, weights, out, first_row, m, n, last, D, F, out_row,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KMAJOR: tl.constexpr,
+):  # fmt: skip
+    """One tile [BM, BN]. Rows past the group's are multiplied by its weights too, and not stored."""
+    total = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, D, BK):
+        left = x.load([m, k])
+        if KMAJOR:
+            right = weights.load([first_row + n, k]).T
+        else:
+            right = weights.load([first_row + k, n])
+        total = tl.dot(left, right, total)
+    row, col = m + tl.arange(0, BM)[:, None], n + tl.arange(0, BN)[None, :]
+    where = out + row.to(tl.int64) * out_row + col
+    tl.store(where, total.to(out.dtype.element_ty), (row < last) & (col < F))
+
+
+@triton.jit
+def _walk(
+    x, weights, out, ends, tile, done, D, F, out_row,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KMAJOR: tl.constexpr,
+):  # fmt: skip
+    """This program's tiles of groups FIRST to LAST; `done` tiles lie before them. Neighbours share columns."""
+    columns = tl.cdiv(F, BN)
+    for g in range(FIRST, LAST):
+        first, last = tl.load(ends + g - 1, g > 0, 0), tl.load(ends + g)
+        high = tl.cdiv(last - first, BM)
+        upto = done + high * columns
+        while tile < upto:
+            within = tile - done
+            m, n = first + within % high * BM, within // high * BN
+            _block(x, weights, out, (g - FIRST) * (F if KMAJOR else D), m, n, last, D, F, out_row, BM, BN, BK, KMAJOR)
+            tile += tl.num_programs(0)
+        done = upto
+    return tile, done
+
+
+@triton.jit
+def grouped_kernel(
+    x, own, lent, out, ends, D, F, out_row, L: tl.constexpr, B: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KMAJOR: tl.constexpr,
+):  # fmt: skip
+    """out = x W_g for all groups. x, own, lent: descriptors of [N, D] and of the weights as matrices."""
+    tile, done = _walk(x, own, out, ends, tl.program_id(0), 0, D, F, out_row, 0, L, BM, BN, BK, KMAJOR)
+    _walk(x, lent, out, ends, tile, done, D, F, out_row, L, L + B, BM, BN, BK, KMAJOR)
+
+
 Tile = tuple[int, int, int, int, int]
 """BM, BN, BK, warps, stages"""
 
@@ -128,3 +185,35 @@ def lent_gradients(grad_BDF: Tensor, x_ND: Tensor, dy_NF: Tensor, borders: Tenso
         B=B, BP=triton.next_power_of_2(B), BM=BM, BN=BN, BK=BK, EVEN=D % BM == 0 and F % BN == 0, WIDE=tl.float32,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+
+def described(x_ND: Tensor, own_LDF: Tensor, lent_BDF: Tensor) -> bool:
+    """Whether `grouped` can: 16-bit values on a Hopper GPU, dense weights, widths that descriptors can take."""
+    D = x_ND.shape[1]
+    hopper = x_ND.is_cuda and torch.cuda.get_device_capability(x_ND.device)[0] == 9
+    dense = all(_flat(w) is not None for w in (own_LDF, lent_BDF)) and x_ND.stride(1) == 1
+    return hopper and dense and x_ND.dtype.itemsize == 2 and D % 64 == 0 and own_LDF.shape[2] % 8 == 0
+
+
+def _flat(weights: Tensor) -> Tensor | None:
+    """Dense weights [G, D, F] as one matrix, as they lie: [G·F, D] or [G·D, F]."""
+    if weights.mT.is_contiguous():
+        return weights.mT.flatten(0, 1)
+    return weights.flatten(0, 1) if weights.is_contiguous() else None
+
+
+def grouped(
+    x_ND: Tensor, own_LDF: Tensor, lent_BDF: Tensor, ends_G: Tensor, tile: Tile = (128, 256, 64, 8, 3)
+) -> Tensor:
+    """The product of all groups [N, F]; see `described`. B may not be 0, own and lent lie alike."""
+    (L, D, F), (BM, BN, BK, warps, stages) = own_LDF.shape, tile
+    kmajor = own_LDF.mT.is_contiguous()
+    assert lent_BDF.mT.is_contiguous() == kmajor
+    out = x_ND.new_empty(x_ND.shape[0], F)
+    block = [BN, BK] if kmajor else [BK, BN]
+    own, lent = (TensorDescriptor.from_tensor(_flat(w), block) for w in (own_LDF, lent_BDF))
+    grouped_kernel[(_programs(x_ND),)](
+        TensorDescriptor.from_tensor(x_ND, [BM, BK]), own, lent, out, ends_G, D, F, out.stride(0),
+        L=L, B=lent_BDF.shape[0], BM=BM, BN=BN, BK=BK, KMAJOR=kmajor, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out

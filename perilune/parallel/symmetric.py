@@ -32,7 +32,8 @@ from perilune.parallel.planner_triton import plan_segments_triton
 
 PHASES = ("counts", "dispatch", "combine", "prefetch", "gradient reduce", "reuse of a buffer")
 WIDE = {torch.float64: tl.float64}  # everything else is summed in fp32
-COPY_PROGRAMS = 64  # of each lent expert
+COPY_PROGRAMS = 256  # of lent experts, each 8 KB at a time: what the wire needs under way
+STAGE_PROGRAMS = 64  # of each slot
 ROWS = 4  # of the receive buffer, in one program
 
 
@@ -157,6 +158,10 @@ class Symmetric:
         """Count, plan, find every address: four launches and one barrier, nothing read by the host."""
         if terms.rows is None:
             raise ValueError("exchange: the symmetric fabric needs tokens= and one slot per home expert: fixed shapes")
+        if not terms.chained:
+            raise ValueError(
+                "exchange: the symmetric fabric sends one payload a token and host, so entries are chained"
+            )
         S, K = experts_SK.shape
         R, E, up = self.size, terms.experts, triton.next_power_of_2
         experts = experts_SK.long().contiguous()
@@ -176,7 +181,7 @@ class Symmetric:
         host, slot, parent, follows = torch.empty(4, S, K, dtype=torch.int32, device=self.device).unbind(0)
         self._launch(
             kernels.route_kernel, (blocks,), experts, histogram, made.counts, made.assigned, layout.starts,
-            host, slot, parent, follows, S, self.rank, E, K=K, R=R, TB=TB, KP=up(K), CHAINED=terms.chained,
+            host, slot, parent, follows, S, self.rank, E, K=K, R=R, TB=TB, KP=up(K),
         )  # fmt: skip
         return SymmetricTraffic(made, ends, layout.rows[self.rank], terms.rows, host, slot, parent, follows)
 
@@ -248,7 +253,7 @@ class Symmetric:
             words = _words(weights.detach())
             L, W = words.shape
             self._launch(
-                kernels.lend_kernel, (L if made.slots else 0, COPY_PROGRAMS), words, made.replicas,
+                kernels.lend_kernel, (COPY_PROGRAMS if made.slots else 0,), words, made.replicas,
                 self._pools[pool.data_ptr()].peers, self.rank, W,
                 L=L, R=self.size, B=made.slots, BP=triton.next_power_of_2(max(made.slots, 1)), BW=1024,
             )  # fmt: skip
@@ -275,15 +280,15 @@ class Symmetric:
             if grad.data_ptr() != buffer.mine.data_ptr():  # of a compute that made its own
                 self._before_writing("gradients")
                 self._launch(
-                    kernels.stage_kernel, (made.slots, COPY_PROGRAMS), grad.contiguous(), made.replicas, buffer.mine,
+                    kernels.stage_kernel, (made.slots, STAGE_PROGRAMS), grad.contiguous(), made.replicas, buffer.mine,
                     self.rank, grad[0].numel(), B=made.slots, BW=1024,
                 )  # fmt: skip
         self._barrier("gradient reduce", "gradients")
         for home, buffer in zip(own, buffers, strict=True):
             L, W = home.shape[0], home[0].numel()
             self._launch(
-                kernels.give_back_kernel, (L, COPY_PROGRAMS), home, made.replicas, buffer.peers, self.rank, W,
-                L=L, R=self.size, B=made.slots, BP=triton.next_power_of_2(made.slots), BW=1024,
+                kernels.give_back_kernel, (COPY_PROGRAMS,), home, made.replicas, buffer.peers, self.rank, W,
+                L=L, R=self.size, B=made.slots, BP=triton.next_power_of_2(made.slots), BW=4096,
                 WIDE=WIDE.get(accumulating(home.dtype), tl.float32),
             )  # fmt: skip
 

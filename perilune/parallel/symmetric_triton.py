@@ -84,7 +84,7 @@ def announce_kernel(histogram, peers, like, blocks, rank, E, R: tl.constexpr, EB
 @triton.jit(do_not_specialize=["tokens", "rank"])
 def route_kernel(
     experts, histogram, counts, assigned, starts, host_SK, slot_SK, parent_SK, next_SK, tokens, rank, E,
-    K: tl.constexpr, R: tl.constexpr, TB: tl.constexpr, KP: tl.constexpr, CHAINED: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, TB: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """`routes.route` for one block of TB tokens: addresses from the global counts, then chains within each token."""
     BS: tl.constexpr = TB * KP
@@ -119,15 +119,13 @@ def route_kernel(
     host = tl.reshape(tl.where(flat < 0, -1, host), (TB, KP)).to(tl.int32)
     slot = tl.reshape(tl.where(flat < 0, -1, slot), (TB, KP)).to(tl.int32)
 
-    parent, follows = slot, tl.full((TB, KP), -1, tl.int32)
-    if CHAINED:
-        same = (host[:, :, None] == host[:, None, :]) & (host[:, :, None] >= 0)
-        other = k[None, None, :]
-        first_k = tl.min(tl.where(same, other, KP), 2)
-        next_k = tl.min(tl.where(same & (other > k[None, :, None]), other, KP), 2)
-        slots = slot[:, None, :]
-        parent = tl.where(host < 0, -1, tl.sum(tl.where(other == first_k[:, :, None], slots, 0), 2))
-        follows = tl.where(next_k == KP, -1, tl.sum(tl.where(other == next_k[:, :, None], slots, 0), 2))
+    same = (host[:, :, None] == host[:, None, :]) & (host[:, :, None] >= 0)
+    other = k[None, None, :]
+    first_k = tl.min(tl.where(same, other, KP), 2)
+    next_k = tl.min(tl.where(same & (other > k[None, :, None]), other, KP), 2)
+    slots = slot[:, None, :]
+    parent = tl.where(host < 0, -1, tl.sum(tl.where(other == first_k[:, :, None], slots, 0), 2))
+    follows = tl.where(next_k == KP, -1, tl.sum(tl.where(other == next_k[:, :, None], slots, 0), 2))
     tl.store(host_SK + at, host, inside)
     tl.store(slot_SK + at, slot, inside)
     tl.store(parent_SK + at, parent.to(tl.int32), inside)
@@ -215,7 +213,10 @@ def pull_kernel(
     y, scalars, rows, row_scalars, host_SK, slot_SK, parent_SK, outboxes, scalar_outboxes, rank, H,
     K: tl.constexpr, BH: tl.constexpr, WIDE: tl.constexpr, SCALARS: tl.constexpr,
 ):  # fmt: skip
-    """One token: the sum of its hosts' sums, in ascending k, this rank's own made here; and each entry's number."""
+    """One token: the sum of its hosts' sums, in ascending k, this rank's own made here; and each entry's number.
+
+    The own sum is added where the token's first own entry stands: entries are chained, one payload a token and host.
+    """
     s, part = tl.program_id(0), tl.program_id(1)
     col = part * BH + tl.arange(0, BH)
     mine = tl.zeros((BH,), WIDE)
@@ -254,19 +255,37 @@ def _slot_of(replicas, rank, expert, B: tl.constexpr, BP: tl.constexpr):
     return tl.max(tl.where(held == expert, b, -1), 0).to(tl.int64)
 
 
+@triton.jit
+def _loans(replicas, rank, borrower, L: tl.constexpr, B: tl.constexpr, BP: tl.constexpr):
+    """The experts in the slots of `borrower` [BP], and in which of them lie experts at home on `rank`: 0 or 1."""
+    b = tl.arange(0, BP)
+    held = tl.load(replicas + borrower * B + b, b < B, -1)
+    return b, held, ((held >= rank * L) & (held < rank * L + L)).to(tl.int32)
+
+
+@triton.jit
+def _first_loan(b, held, mine, rank, L: tl.constexpr, BP: tl.constexpr):
+    """The first of these slots and which expert of the home it holds."""
+    slot = tl.min(tl.where(mine > 0, b, BP), 0).to(tl.int64)
+    return slot, tl.sum(tl.where(b == slot, held, 0), 0) - rank * L
+
+
 @triton.jit(do_not_specialize=["rank"])
 def lend_kernel(
     own, replicas, pools, rank, W, L: tl.constexpr, R: tl.constexpr, B: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr
 ):
-    """Home expert program_id(0) to the slots of all its borrowers, in words of 8 bytes."""
-    e, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    """This rank's lent experts to the slots of their borrowers, in words of 8 bytes: all programs on one, then the
+    next. Experts that stay at home cost nothing."""
+    part, parts = tl.program_id(0), tl.num_programs(0)
     for d in range(R):
-        slot = _slot_of(replicas, d, rank * L + e, B, BP)
-        if (slot >= 0) & (d != rank):
+        b, held, mine = _loans(replicas, rank, d, L, B, BP)
+        while tl.sum(mine, 0) > 0:
+            slot, e = _first_loan(b, held, mine, rank, L, BP)
             pool = _peer(pools, d, own)
             for tile in range(part, tl.cdiv(W, BW), parts):
                 w = tile * BW + tl.arange(0, BW)
                 tl.store(pool + slot * W + w, tl.load(own + e * W + w, w < W), w < W)
+            mine = tl.where(b == slot, 0, mine)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -284,17 +303,23 @@ def give_back_kernel(
     home, replicas, shared, rank, W, L: tl.constexpr, R: tl.constexpr, B: tl.constexpr, BP: tl.constexpr,
     BW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Home gradient program_id(0) += those of its borrowers, by ascending rank, rounded once."""
-    e, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    borrowers = 0
+    """Gradients of this rank's lent experts += those of their borrowers, by ascending rank, rounded once. An expert's
+    turn comes with its first borrower."""
+    part, parts = tl.program_id(0), tl.num_programs(0)
     for d in range(R):
-        borrowers += (_slot_of(replicas, d, rank * L + e, B, BP) >= 0).to(tl.int32)
-    if borrowers > 0:
-        for tile in range(part, tl.cdiv(W, BW), parts):
-            w = tile * BW + tl.arange(0, BW)
-            total = tl.load(home + e * W + w, w < W, 0).to(WIDE)
-            for d in range(R):
-                slot = _slot_of(replicas, d, rank * L + e, B, BP)
-                if slot >= 0:
-                    total += tl.load(_peer(shared, d, home) + slot * W + w, w < W, 0).to(WIDE)
-            tl.store(home + e * W + w, total.to(home.dtype.element_ty), w < W)
+        b, held, mine = _loans(replicas, rank, d, L, B, BP)
+        while tl.sum(mine, 0) > 0:
+            slot, e = _first_loan(b, held, mine, rank, L, BP)
+            before = 0
+            for c in range(d):
+                before += (_slot_of(replicas, c, rank * L + e, B, BP) >= 0).to(tl.int32)
+            if before == 0:
+                for tile in range(part, tl.cdiv(W, BW), parts):
+                    w = tile * BW + tl.arange(0, BW)
+                    total = tl.load(home + e * W + w, w < W, 0).to(WIDE)
+                    for r in range(d, R):
+                        place = _slot_of(replicas, r, rank * L + e, B, BP)
+                        if place >= 0:
+                            total += tl.load(_peer(shared, r, home) + place * W + w, w < W, 0).to(WIDE)
+                    tl.store(home + e * W + w, total.to(home.dtype.element_ty), w < W)
+            mine = tl.where(b == slot, 0, mine)

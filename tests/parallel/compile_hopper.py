@@ -48,7 +48,7 @@ def symmetric() -> None:
         ("count", i64("experts") | i32("histogram") | n("tokens", "E"), tile | {"EP": 512}),
         ("announce", i32("histogram") | i64("peers", "like") | n("blocks", "rank", "E"), {"R": R, "EB": 32, "BB": 64}),
         ("route", i64("experts", "counts", "assigned", "starts") | i32("histogram") | links | n("tokens", "rank", "E"),
-         tile | {"R": R, "CHAINED": True}),
+         tile | {"R": R}),
         ("unused", i32("ends", "parent_N") | i64("used"), {"PB": 128}),
         ("push", rows | links | i64("inboxes", "scalar_inboxes", "parents", "nexts") | n("rank", "H"),
          {"K": K, "BH": 1024, "SCALARS": True, "LINKS": True}),
@@ -60,7 +60,8 @@ def symmetric() -> None:
          {"K": K, "BH": 1024, "WIDE": tl.float32, "SCALARS": True}),
         ("lend", i64("own", "replicas", "pools") | n("rank", "W"), borrow),
         ("stage", {"grad": "*bf16", "shared": "*bf16"} | i64("replicas") | n("rank", "W"), {"B": L, "BW": 1024}),
-        ("give_back", {"home": "*bf16"} | i64("replicas", "shared") | n("rank", "W"), borrow | {"WIDE": tl.float32}),
+        ("give_back", {"home": "*bf16"} | i64("replicas", "shared") | n("rank", "W"),
+         borrow | {"BW": 4096, "WIDE": tl.float32}),
     ]:  # fmt: skip
         made = getattr(k, f"{name}_kernel")
         used = {a: signature[a] for a in made.arg_names if a in signature}
@@ -85,6 +86,11 @@ def products() -> None:
     ]:
         signature = {a: full[a] for a in kernel.arg_names if a in full and a not in ones}
         print("products", kernel.__name__, build(kernel, signature, tiles | ones, warps=8))
+    rows = {"x": "tensordesc<bf16[128,64]>", "out": "*bf16", "ends": "*i32", "D": "i32", "F": "i32", "out_row": "i32"}
+    for kmajor, block in [(True, "256,64"), (False, "64,256")]:
+        weights = dict.fromkeys(["own", "lent"], f"tensordesc<bf16[{block}]>")
+        shape = {"L": 192, "B": 192, "BM": 128, "BN": 256, "BK": 64, "KMAJOR": kmajor}
+        print("products grouped_kernel", build(k.grouped_kernel, rows | weights, shape, warps=8))
 
 
 if __name__ == "__main__":

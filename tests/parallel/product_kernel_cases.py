@@ -1,4 +1,4 @@
-"""Run by test_products in its own interpreter: the kernels for borrowed groups and for sums against loops."""
+"""Run by test_products in its own interpreter: the kernels of grouped products and of sums against loops."""
 
 import numpy as np
 import torch
@@ -35,6 +35,21 @@ def case(seed: int, dtype: torch.dtype) -> None:
     assert torch.equal(out[first], torch.full_like(out[first], 7.0))  # rows of the home groups are not touched
 
 
+def all_groups(seed: int, kmajor: bool) -> None:
+    """Own and lent groups in one walk, either layout of the weights; no row is left out."""
+    rng, g = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    L, B, D, F = int(rng.integers(1, 5)), int(rng.integers(1, 5)), 32, int(rng.integers(1, 6)) * 8
+    sizes = rng.integers(0, 40, size=L + B) * (rng.random(L + B) < 0.7)
+    ends = torch.from_numpy(sizes.cumsum()).to(torch.int32)
+    new = lambda *shape: torch.randn(*shape, generator=g).half()  # noqa: E731
+    x = new(max(int(ends[-1]), 1), D)
+    own, lent = (new(n, F, D).mT if kmajor else new(n, D, F) for n in (L, B))
+    out = k.grouped(x, own, lent, ends, (32, 16, 32, 4, 2))
+    group = torch.repeat_interleave(torch.arange(L + B), torch.from_numpy(sizes))
+    want = torch.einsum("nd,ndf->nf", x[: len(group)].double(), torch.cat([own, lent])[group].double()).half()
+    torch.testing.assert_close(out[: len(group)], want, rtol=2e-3, atol=1e-2)
+
+
 def sums(seed: int, dtype: torch.dtype) -> None:
     """The kernel that collectives use on a GPU against the loop that they use elsewhere, bit for bit."""
     rng, g = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
@@ -47,4 +62,6 @@ for seed in range(4):
     sums(seed, torch.float32 if seed % 2 else torch.float16)
 for seed in range(4):
     case(seed, torch.float32 if seed % 3 else torch.float16)
+for seed in range(4):
+    all_groups(seed, kmajor=seed % 2 == 0)
 print("ok")
