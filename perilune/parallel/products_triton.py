@@ -148,7 +148,8 @@ def grouped_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KMAJOR: tl.constexpr,
 ):  # fmt: skip
     """out = x W_g for all groups. x, own, lent: descriptors of [N, D] and of the weights as matrices."""
-    tile, done = _walk(x, own, out, ends, tl.program_id(0), 0, D, F, out_row, 0, L, BM, BN, BK, KMAJOR)
+    none = tl.full((), 0, tl.int32)
+    tile, done = _walk(x, own, out, ends, tl.program_id(0), none, D, F, out_row, 0, L, BM, BN, BK, KMAJOR)
     _walk(x, lent, out, ends, tile, done, D, F, out_row, L, L + B, BM, BN, BK, KMAJOR)
 
 

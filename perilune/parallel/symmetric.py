@@ -159,9 +159,7 @@ class Symmetric:
         if terms.rows is None:
             raise ValueError("exchange: the symmetric fabric needs tokens= and one slot per home expert: fixed shapes")
         if not terms.chained:
-            raise ValueError(
-                "exchange: the symmetric fabric sends one payload a token and host, so entries are chained"
-            )
+            raise ValueError("exchange: the symmetric fabric sends one payload a token and host, so they are chained")
         S, K = experts_SK.shape
         R, E, up = self.size, terms.experts, triton.next_power_of_2
         experts = experts_SK.long().contiguous()

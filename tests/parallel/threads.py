@@ -17,7 +17,7 @@ class Board:
     """What the ranks put on the table in the current round."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=240)
         self.items: list[Any] = [None] * size
 
 

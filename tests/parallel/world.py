@@ -86,8 +86,8 @@ def main(rank: int, size: int, module: str, folder: Path, backend: str) -> None:
         said: list = [None] * size
         dist.all_gather_object(said, mine)
         found[name] = next((s for s in said if s != "ok"), "ok")
-    if rank == 0:
-        (folder / "results.json").write_text(json.dumps(found))
+        if rank == 0:
+            (folder / "results.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
