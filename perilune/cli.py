@@ -162,15 +162,22 @@ def serve(
     prefix_cache: bool = True,
     cuda_graphs: Annotated[bool, typer.Option(help="Record decoding steps, on a GPU.")] = True,
     packed_experts: Annotated[bool, typer.Option(help="On a GPU, MXFP4 experts stay packed in memory.")] = True,
+    shard_latents: Annotated[bool, typer.Option(help="Ranks share out latents by token.")] = False,
     strict_vendor: Annotated[bool, typer.Option(help="Refuse sampling the hosted API fixes.")] = False,
     drain_seconds: Annotated[float, typer.Option(help="For running requests after SIGTERM.")] = 60.0,
 ) -> None:
-    """Serve a model: the OpenAI API under /v1, a chat page at /. SIGTERM lets running requests finish."""
+    """Serve a model: the OpenAI API under /v1, a chat page at /. SIGTERM lets running requests finish.
+
+    On several devices: torchrun --nproc-per-node N -m perilune serve ...
+    """
+    import os
+
     import torch
 
     from perilune.serve.engine import Engine
     from perilune.serve.http import ServeOptions, Service
     from perilune.serve.http import serve as run_server
+    from perilune.serve.parallel import Ranks, join_world
     from perilune.serve.request import EngineOptions
     from perilune.serve.worker import Worker
     from perilune.talk import open_model
@@ -179,6 +186,10 @@ def serve(
     dtype = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     if dtype not in floats:
         raise ValueError("--dtype is float32 or bfloat16.")
+    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if shard_latents and not many:
+        raise ValueError("--shard-latents needs several ranks: torchrun --nproc-per-node 2 -m perilune serve ...")
+    orders = join_world() if many else None
     model, tokenizer = open_model(where, floats[dtype], packed=packed_experts and torch.cuda.is_available())
     sizes = EngineOptions(
         pool_tokens=pool_tokens,
@@ -200,9 +211,14 @@ def serve(
         strict_vendor=strict_vendor,
         drain_seconds=drain_seconds,
     )
-    engine = Engine(model, sizes)
+    engine = Ranks(model, sizes, orders=orders, shard_latents=shard_latents) if many else Engine(model, sizes)
+    if isinstance(engine, Ranks) and engine.rank:
+        engine.follow()
+        return
     service = Service(Worker(engine), tokenizer, engine.context, model.config.vocab_size, manners)
     run_server(service, host, port)
+    if isinstance(engine, Ranks):
+        engine.close()
 
 
 @app.command()

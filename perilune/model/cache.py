@@ -19,6 +19,7 @@ from torch import Tensor
 from perilune.config import ModelConfig
 from perilune.model.layout import Layout
 from perilune.ops.kda.decode import Drafts
+from perilune.ops.mla import mla_decode
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Book:
     latents: Tensor
     table: Tensor
     lengths: Tensor
+
+    def attend(self, q: Tensor, values: int, scale: float) -> Tensor:
+        """q [N, W, heads, R] -> [N, W, heads, values]: attention to what lies there."""
+        return mla_decode(q, self.latents, self.table, self.lengths, values=values, scale=scale)
 
 
 class Cache(Protocol):

@@ -18,7 +18,6 @@ from perilune.model.linear import Linear, project, settle
 from perilune.model.norm import RMSNorm
 from perilune.model.taps import Taps
 from perilune.ops.attention import attention
-from perilune.ops.mla import mla_decode
 from perilune.ops.norm import sigmoid_gate
 
 # Absorbed scores cost R instead of d_qk a key but skip the expansion of the whole past: right for few queries.
@@ -107,7 +106,7 @@ class MLA(nn.Module):
         """The same for a window, on the storage's own pages."""
         q_latent, w_uv = self._absorb(q)
         windows = q_latent.unflatten(0, (layout.sequences, -1))
-        o = mla_decode(windows, **vars(book), values=self.config.kv_lora_rank, scale=self._scale)
+        o = book.attend(windows, self.config.kv_lora_rank, self._scale)
         return torch.einsum("thr,hdr->thd", o.flatten(0, 1), w_uv)
 
     def _absorb(self, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,10 @@
 
 q is already in latent space (q_nope W_UK beside q_rope), so every head reads the same latents c: one read of the pages
 serves all heads. On an NVIDIA GPU two kernels (`mla_triton`) read them where they lie.
+A context that lies in several places is attended to in parts: each gives (o_r, l_r = log Σ exp scores), and
+
+    o = Σ_r exp(l_r − l) o_r,   l = log Σ_r exp l_r                      (`mla_part`, `merge_parts`)
+
 N sequences, W tokens a window, H heads, R width of a latent, P tokens a page, J pages a row.
 """
 
@@ -37,13 +41,51 @@ def mla_decode(
         return out
     N, W, H, _ = q.shape
     context = latents[table].flatten(1, 2)
-    scores = (q.flatten(1, 2) @ context.mT).unflatten(1, (W, H))
-    position = torch.arange(context.shape[1], device=q.device)
     last = (lengths - W).unsqueeze(1) + torch.arange(W, device=q.device)
+    weight = _scores(q, context, last, scale).softmax(-1)
+    return (weight.to(q.dtype).flatten(1, 2) @ context[..., :values]).view(N, W, H, values)
+
+
+def _scores(q: Tensor, context: Tensor, last: Tensor, scale: float) -> Tensor:
+    """[N,W,H,L] of q against latents [N,L,R], −inf beyond last [N,W]."""
+    scores = (q.flatten(1, 2) @ context.mT).unflatten(1, q.shape[1:3])
+    position = torch.arange(context.shape[1], device=q.device)
     hidden = position > last.unsqueeze(-1)
     wide = torch.promote_types(q.dtype, torch.float32)
-    weight = (scores.to(wide) * scale).masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
-    return (weight.to(q.dtype).flatten(1, 2) @ context[..., :values]).view(N, W, H, values)
+    return (scores.to(wide) * scale).masked_fill(hidden.unsqueeze(2), -torch.inf)
+
+
+@torch.no_grad()
+def mla_part(
+    q: Tensor, latents: Tensor, table: Tensor, seen: Tensor, *, values: int, scale: float, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Attention of single queries to a part of their contexts, for `merge_parts`.
+
+    Args:
+        q: [N,H,R]. latents, table, values, scale: as `mla_decode`'s.
+        seen: [N] integers, how many tokens of the part each query attends to; may be 0.
+    Returns:
+        o [N,H,values] and the log-sum-exp of its scores [N,H], fp32 (fp64 for fp64); 0 and −inf where
+            nothing is seen.
+    Raises:
+        ValueError: one sentence that names the argument.
+    """
+    _check(q.unsqueeze(1), latents, table, seen, values)
+    nothing = (seen == 0).unsqueeze(-1)
+    seen = seen.clamp(min=1)
+    if fused("mla_decode", impl, q):
+        o, lse = kernels("mla_triton").part(q.contiguous(), latents, table, seen, values, scale)
+    else:
+        context = latents[table].flatten(1, 2)
+        scores = _scores(q.unsqueeze(1), context, (seen - 1).unsqueeze(1), scale).squeeze(1)
+        lse = scores.logsumexp(-1)
+        o = ((scores - lse.unsqueeze(-1)).exp().to(q.dtype) @ context[..., :values]).to(scores.dtype)
+    return o.masked_fill(nothing.unsqueeze(-1), 0), lse.masked_fill(nothing, -torch.inf)
+
+
+def merge_parts(o: Tensor, lse: Tensor) -> Tensor:
+    """Parts o [parts,...,values] with their lse [parts,...] -> attention to all of them [...,values]."""
+    return (lse.softmax(0).unsqueeze(-1) * o).sum(0)
 
 
 def _check(q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, values: int) -> None:

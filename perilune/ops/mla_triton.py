@@ -7,6 +7,8 @@ lengths they find on the device, so that a CUDA graph holds. Each leaves an unno
 mass; a second kernel merges them. One split writes the result itself.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -110,13 +112,40 @@ def splits(sequences: int, blocks: int, tokens: int, bt: int) -> int:
 
 def decode(q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, values: int, scale: float) -> Tensor:
     """q [N,W,H,R] contiguous, latents [pages,P,R] contiguous in a page -> [N,W,H,values]."""
+    shape = tiles(q.shape[1] * q.shape[2], q.shape[3], values, q.element_size())
+    count = _count(q, table, latents.shape[1], shape)
+    return _run(q, latents, table, lengths, scale, q.new_empty(*q.shape[:3], values), count, shape)[0]
+
+
+def part(
+    q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, values: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q [N,H,R], lengths at least 1 -> (o [N,H,values], log-sum-exp of the scores [N,H]), fp32."""
+    q = q.unsqueeze(1)
+    shape = tiles(q.shape[2], q.shape[3], values, q.element_size())
+    count = max(2, _count(q, table, latents.shape[1], shape))  # one split alone leaves no statistics
+    out = q.new_empty(*q.shape[:3], values, dtype=torch.float32)
+    o, stats = _run(q, latents, table, lengths, scale, out, count, shape)
+    top, mass = stats.unbind(-1)  # [N,splits,H], logarithms to base 2
+    highest = top.amax(1)
+    total = (mass * torch.exp2(top - highest.unsqueeze(1))).sum(1)
+    return o.squeeze(1), (highest + total.log2()) * math.log(2)
+
+
+def _count(q: Tensor, table: Tensor, tokens: int, shape: dict[str, int]) -> int:
+    blocks = triton.cdiv(q.shape[1] * q.shape[2], shape["BM"])
+    return splits(q.shape[0], blocks, table.shape[1] * tokens, shape["BT"])
+
+
+def _run(
+    q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, scale: float, out: Tensor, count: int,
+    shape: dict[str, int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out [N,W,H,values], filled; of each split and row the largest score and the mass, where there are splits)."""
     N, W, H, R = q.shape
-    table = table.contiguous()
+    table, values = table.contiguous(), out.shape[-1]
     P, M = latents.shape[1], W * H
-    shape = tiles(M, R, values, q.element_size())
     blocks = triton.cdiv(M, shape["BM"])
-    count = splits(N, blocks, table.shape[1] * P, shape["BT"])
-    out = q.new_empty(N, W, H, values)
     part = q.new_empty(N, count, M, values, dtype=torch.float32) if count > 1 else out
     stats = q.new_empty(N, count, M, 2, dtype=torch.float32) if count > 1 else out
     attend_kernel[N, blocks, count](
@@ -128,4 +157,4 @@ def decode(q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, values: i
         merge_kernel[N, M](
             part, stats, lengths, out, M, VALUES=values, SPLITS=count, BT=shape["BT"], BS=up(count), BV=shape["BV"]
         )
-    return out
+    return out, stats

@@ -27,6 +27,7 @@ from perilune.serve.request import Delta, EngineOptions, Finish, Full, Grammar, 
 from perilune.serve.sampling import Row, distribution, greedy, logprobs, sample
 from perilune.serve.scheduler import Batch, Scheduler, Sequence
 from perilune.serve.speculate import Draft, MTPDraft, verify
+from perilune.serve.tokens import Shares
 
 log = logging.getLogger(__name__)
 _BROKEN = "The model's logits are not finite here."
@@ -48,10 +49,14 @@ class Engine:
     """Continuous batching of requests over one model and one paged pool. See `request` for the words it speaks."""
 
     def __init__(
-        self, model: K3, options: EngineOptions | None = None, agree: Callable[[Any], Any] = lambda value: value
+        self,
+        model: K3,
+        options: EngineOptions | None = None,
+        agree: Callable[[Any], Any] = lambda value: value,
+        shares: Shares | None = None,
     ) -> None:
         """model: its weights are moved (`K3.settle`). agree: makes what was drawn the same on all ranks of a parallel
-        engine.
+        engine. shares: of the tokens' latents, where its ranks share them out.
 
         Raises ValueError for options that this model cannot be served with.
         """
@@ -62,12 +67,14 @@ class Engine:
         self.context = min(o.context or model.config.max_position_embeddings, model.config.max_position_embeddings)
         wide = torch.promote_types(weight.dtype, torch.float32)
         block = o.block_tokens or default_block(model.config)
-        geometry = Geometry(model.config, block, weight.dtype, wide, drafts=o.speculate > 0)
+        geometry = Geometry(
+            model.config, block, weight.dtype, wide, o.speculate > 0, 1 if shares is None else shares.size
+        )
         if o.speculate and not (model.mtp and windowed(geometry)):
             raise ValueError("speculate needs a model with an MTP layer and KDA layers without ablations.")
         pool = Pool(geometry, _pages(geometry, o), self.device, _offload(geometry, o, self.device))
         layers = {m.layer: m for m in model.modules() if isinstance(m, KDA)}
-        paged = Paged(pool, o.max_batch, self.context, layers, o.speculate)
+        paged = Paged(pool, o.max_batch, self.context, layers, o.speculate, shares)
         self.scheduler = Scheduler(paged, o, self.context)
         self.draft: Draft | None = MTPDraft(model, paged) if o.speculate else None
         self.graphs: Graphs | None = None

@@ -17,25 +17,30 @@ from perilune.model.kda import KDA
 from perilune.model.layout import Layout
 from perilune.ops.kda.decode import TAPS, Drafts
 from perilune.serve.pool import Block, Geometry, Pool
+from perilune.serve.tokens import SharedBook, Shares
 
 
 @dataclass(frozen=True)
 class Pages(Layout):
     """A batch on a pool: kda_pages [KDA layers, N], mla_pages [MLA layers, N, J], page_tokens P.
 
-    export_pages [KDA layers, E]: where the states of export_at go.
+    export_pages [KDA layers, E]: where the states of export_at go. shares: this rank's share of the tokens, others' are
+    written to page `elsewhere`.
     """
 
     kda_pages: Tensor = field(default_factory=lambda: torch.empty(0))
     mla_pages: Tensor = field(default_factory=lambda: torch.empty(0))
     page_tokens: int = 1
     export_pages: Tensor = field(default_factory=lambda: torch.empty(0))
+    shares: Shares | None = None
+    elsewhere: int = 0
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
         """For each new token [T]: its page in every MLA layer [layers, T], its offset there."""
         at = torch.div(self.position_of, self.page_tokens, rounding_mode="floor")
-        return self.mla_pages[:, self.sequence_of, at], self.position_of - at * self.page_tokens
+        pages, offsets = self.mla_pages[:, self.sequence_of, at], self.position_of - at * self.page_tokens
+        return (pages, offsets) if self.shares is None else self.shares.place(pages, offsets, self.elsewhere)
 
     @cached_property
     def longest(self) -> int:
@@ -76,10 +81,17 @@ class Paged:
     """Rows of page tables over a pool. The scheduler assigns blocks; the model's layers read and write through them."""
 
     def __init__(
-        self, pool: Pool, rows: int, context: int, layers: Mapping[int, KDA] | None = None, drafts: int = 0
+        self,
+        pool: Pool,
+        rows: int,
+        context: int,
+        layers: Mapping[int, KDA] | None = None,
+        drafts: int = 0,
+        shares: Shares | None = None,
     ) -> None:
-        """layers: the model's KDA layers, needed with `drafts`, how many tokens a window may draft."""
-        self.pool, self.geometry = pool, pool.geometry
+        """layers: the model's KDA layers, needed with `drafts`, how many tokens a window may draft. shares: of the
+        tokens' latents, where several ranks share them out."""
+        self.pool, self.geometry, self.shares = pool, pool.geometry, shares
         g, device = self.geometry, pool.memory.device
         self.wide = torch.float64 if g.dtype == torch.float64 else torch.float32
         self._kda = {layer: i for i, layer in enumerate(g.kda_layers)}
@@ -136,6 +148,8 @@ class Paged:
             mla_pages=self.mla_pages[:, plain.slots, :reach],
             page_tokens=self.geometry.page_tokens,
             export_pages=outgoing.view(len(exports), len(self._kda)).T,
+            shares=self.shares,
+            elsewhere=self.pool.scratch,
         )
 
     def window(
@@ -150,6 +164,8 @@ class Paged:
             kda_pages=self.kda_pages[:, rows],
             mla_pages=self.mla_pages[:, rows, :reach],
             page_tokens=self.geometry.page_tokens,
+            shares=self.shares,
+            elsewhere=self.pool.scratch,
             start=start,
             accepted=accepted,
         )
@@ -187,10 +203,12 @@ class Paged:
         pages, offsets = layout.places
         stored[pages[i], offsets] = latents.to(stored.dtype)
         if isinstance(layout, Window):
-            return Book(stored, layout.mla_pages[i], layout.ends)
+            where = stored, layout.mla_pages[i], layout.ends
+            return Book(*where) if self.shares is None else SharedBook(*where, self.shares)
         if layout.fresh:
             return None
-        return stored[layout.mla_pages[i]].flatten(1, 2)[:, : layout.longest]
+        context = stored[layout.mla_pages[i]].flatten(1, 2)
+        return context[:, : layout.longest] if self.shares is None else self.shares.whole(context, layout.longest)
 
     def advance(self, layout: Layout) -> None:
         """Lengths are the scheduler's: nothing to do."""
@@ -204,21 +222,22 @@ class Paged:
 
     def copy_latents(self, source: Block, target: Block, tokens: int, origin: Pool | None = None) -> None:
         """The first `tokens` of a page, in every MLA layer."""
-        latents = (origin or self.pool).latents
+        latents, tokens = (origin or self.pool).latents, self._here(tokens)
         for theirs, page in zip(source.pages, target.pages):
             self.pool.latents[page, :tokens].copy_(latents[theirs, :tokens], non_blocking=True)
 
     def export(
         self, state: Block | None, latents: Sequence[Block], length: int, row: int = 0, replay: int = 0
     ) -> State:
-        """A copy of what the blocks hold of the first `length` tokens, the row's accepted drafts included."""
+        """A copy of what the blocks hold of the first `length` tokens, the row's accepted drafts included; of latents
+        that are shared out, this rank's."""
         parts = {layer: self._after(layer, page, row, replay) for layer, page in self._state_pages(state)}
         kda = {layer: s.to(self.wide) for layer, (s, _) in parts.items()}
         conv = {layer: tail for layer, (_, tail) in parts.items()}
         mla = {}
         for i, layer in enumerate(self._mla):
             index = torch.tensor([b.pages[i] for b in latents], dtype=torch.int64, device=self.kda_pages.device)
-            mla[layer] = self.pool.latents[index].flatten(0, 1)[:length].clone()
+            mla[layer] = self.pool.latents[index].flatten(0, 1)[: self._here(length)].clone()
         return State(length, kda, conv, mla)
 
     def checkpoint(self, state: Block, target: Block, row: int, replay: int) -> None:
@@ -230,6 +249,10 @@ class Paged:
             after, tail = self._after(layer, page, row, replay)
             self.pool.states[to] = after.to(self.pool.states.dtype)
             self.pool.tails[to] = tail.view(self.pool.tails.shape[1:])
+
+    def _here(self, tokens: int) -> int:
+        """How many of a page's or a sequence's first tokens lie here."""
+        return tokens if self.shares is None else self.shares.count(tokens)
 
     def _state_pages(self, state: Block | None) -> list[tuple[int, int]]:
         return list(zip(self._kda, state.pages)) if state is not None else []
@@ -253,6 +276,7 @@ class Paged:
             theirs = value.mla.get(layer, self.pool.latents[0, :0])
             for j, block in enumerate(latents):
                 part = theirs[j * self.geometry.page_tokens :][: self.geometry.page_tokens]
+                part = part if self.shares is None else part[self.shares.rank :: self.shares.size]
                 self.pool.latents[block.pages[i], : len(part)] = part.to(self.pool.latents)
 
     def check(self, value: State) -> None:

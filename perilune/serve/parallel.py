@@ -1,15 +1,19 @@
-"""One engine on several devices: heads and MLP columns divided, experts divided, latents and the rest repeated.
+"""One engine on several devices: heads and MLP columns divided, experts divided, the rest repeated; latents either way.
 
     y = Σ_ranks W_o[:, mine] (heads or columns of mine),   u = Σ_ranks Σ_{i ∈ T, E_i mine} p_i E_i(z)
 
 Each rank runs the same engine on its share of the model: same requests, same schedule, same pages; its KDA pages hold
-its heads. The leader decides what is asked and what is sampled, the others follow. A `State` that goes in is split by
-heads, one that comes out is joined, so it moves between engines of any widths. Packed experts stay packed.
+its heads, its MLA pages all latents or its share of the tokens' (`tokens`). The leader decides what is asked and what
+is sampled, the others follow. A `State` that goes in is split by heads, one that comes out is joined, so it moves
+between engines of any widths. Packed experts stay packed.
 """
 
 import logging
+import os
 import secrets
+import signal
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +31,7 @@ from perilune.ops.experts import FEW
 from perilune.ops.router import Routing
 from perilune.serve.engine import Engine
 from perilune.serve.request import Delta, EngineOptions, Finish, Request, Stats
+from perilune.serve.tokens import Shares, interleaved
 
 log = logging.getLogger(__name__)
 
@@ -137,22 +142,52 @@ def recordable(model: K3, options: EngineOptions) -> EngineOptions:
     return replace(options, cuda_graphs=False)
 
 
+def join_world() -> dist.ProcessGroup:
+    """Join the processes that torchrun started, on this one's GPU where there are some; the group for `Ranks`' orders.
+    A leader may say nothing for days. Ends by the leader's word: a signal to all must not take a follower away from
+    requests that the leader still lets finish."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if dist.get_rank() > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    orders = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+    assert orders is not None
+    return orders
+
+
 class Ranks:
     """An engine on every rank of a group, spoken to through the leader, with an Engine's face.
 
     The leader's submit, cancel and step are repeated by the others, who sit in `follow` until `close`.
     """
 
-    def __init__(self, model: K3, options: EngineOptions | None = None, group: dist.ProcessGroup | None = None) -> None:
-        """model: the whole model, on every rank; it is cut here."""
+    def __init__(
+        self,
+        model: K3,
+        options: EngineOptions | None = None,
+        group: dist.ProcessGroup | None = None,
+        orders: dist.ProcessGroup | None = None,
+        shard_latents: bool = False,
+    ) -> None:
+        """model: the whole model, on every rank; it is cut here. orders: the group that the leader's words go through,
+        where it is another. shard_latents: each rank keeps its share of the tokens' MLA latents instead of all."""
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         cut = shard(model, group)
-        self.engine = Engine(cut, recordable(cut, options or EngineOptions()), agree=self._broadcast)
+        self._shares = Shares(self.rank, self.size, group) if shard_latents else None
+        self._speech = orders or group
+        self.engine = Engine(cut, recordable(cut, options or EngineOptions()), self._broadcast, self._shares)
         self._orders: list[tuple[str, Any]] = []
 
     @property
     def busy(self) -> bool:
         return self.engine.busy
+
+    @property
+    def context(self) -> int:
+        return self.engine.context
 
     def submit(self, request: Request) -> None:
         """As Engine.submit; a state covers all heads."""
@@ -201,11 +236,12 @@ class Ranks:
 
     def _join(self, share: State) -> State:
         shares: list[Any] = [None] * self.size
-        dist.all_gather_object(shares, share, group=self.group)
-        return State.join(shares)
+        dist.all_gather_object(shares, share, group=self._speech)
+        whole = State.join(shares)
+        return whole if self._shares is None else replace(whole, mla=interleaved(shares))
 
     def _broadcast(self, value: Any) -> Any:
         """The leader's value, on every rank."""
         box = [value]
-        dist.broadcast_object_list(box, group_src=0, group=self.group)
+        dist.broadcast_object_list(box, group_src=0, group=self._speech)
         return box[0]

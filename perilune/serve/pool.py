@@ -25,13 +25,15 @@ Kind = Literal["kda", "mla"]
 
 @dataclass(frozen=True)
 class Geometry:
-    """Bytes and tokens of a page. drafts: the MTP layer's latents are kept too. All sizes derive from these fields."""
+    """Bytes and tokens of a page. drafts: the MTP layer's latents are kept too. shares: ranks that share a page's
+    tokens; page_tokens counts them all, page_bytes those of one. All sizes derive from these fields."""
 
     config: ModelConfig
     block_tokens: int
     dtype: torch.dtype
     state_dtype: torch.dtype = torch.float32
     drafts: bool = False
+    shares: int = 1
 
     @cached_property
     def kda_layers(self) -> tuple[int, ...]:
@@ -60,11 +62,17 @@ class Geometry:
     @cached_property
     def page_tokens(self) -> int:
         """P: at least one hash block, at least a state's bytes."""
-        return _up(max(math.ceil(self.state_bytes / self.token_bytes), 1), self.block_tokens)
+        least = max(math.ceil(self.state_bytes / self.token_bytes), 1) * self.shares
+        return _up(least, math.lcm(self.block_tokens, self.shares))
+
+    @cached_property
+    def tokens_here(self) -> int:
+        """Of a page's tokens, those that one rank holds."""
+        return self.page_tokens // self.shares
 
     @cached_property
     def page_bytes(self) -> int:
-        return _up(self.page_tokens * self.token_bytes if self.mla_layers else self.state_bytes, 64)
+        return _up(self.tokens_here * self.token_bytes if self.mla_layers else self.state_bytes, 64)
 
     def pages(self, kind: Kind) -> int:
         """Pages of a block."""
@@ -267,5 +275,5 @@ def _views(memory: Tensor, g: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         states, tails = flat_state[:0], flat[:0]
     if not g.mla_layers:
         return states, tails, flat[:0]
-    tokens, width = g.page_tokens, c.latent_width
+    tokens, width = g.tokens_here, c.latent_width
     return states, tails, flat.as_strided((n, tokens, width), (g.page_bytes // g.dtype.itemsize, width, 1))

@@ -15,7 +15,7 @@ from perilune.ops.attnres import merge, mix, mix_ahead, mix_reference
 from perilune.ops.conv import short_conv_reference, short_convs
 from perilune.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from perilune.ops.experts import FEW, Activation, experts, experts_reference, grouped_mlp, order_rows
-from perilune.ops.mla import mla_decode
+from perilune.ops.mla import mla_decode, mla_part
 from perilune.ops.mx import pack_mxfp4
 from perilune.ops.norm import (
     add_rms_norm,
@@ -301,7 +301,16 @@ def mla() -> float:
             mla_triton._PROGRAMS = programs
             got = mla_decode(q, latents, table, lengths.to(DEVICE), values=values, scale=0.3, impl="fused")
             found.append(error(got, want))
+            if window == 1:
+                found += _parts(q.squeeze(1), latents, table, lengths.to(DEVICE), values)
     return max(found)
+
+
+def _parts(q: Tensor, latents: Tensor, table: Tensor, seen: Tensor, values: int) -> list[float]:
+    clean = latents.nan_to_num(0.0).double()
+    o, lse = mla_part(q, latents, table, seen, values=values, scale=0.3, impl="fused")
+    want, mass = mla_part(q.double(), clean, table, seen, values=values, scale=0.3)
+    return [error(o, want), error(lse, mass)]
 
 
 def router() -> float:
