@@ -17,7 +17,17 @@ from perilune.chat import ChatError, read_request, render
 from perilune.serve.http.answer import answer
 from perilune.serve.http.errors import UNPARSED, ApiError, Reply, bad, of_validation
 from perilune.serve.http.gate import Gate
-from perilune.serve.http.schema import ChatBody, CompletionBody, TokenizeBody
+from perilune.serve.http.schema import (
+    ANSWER,
+    HEALTH,
+    LIVE,
+    METRICS,
+    MODELS,
+    TOKENS,
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+)
 from perilune.serve.http.service import Job, Service, chat_job, completion_job, unavailable
 
 T = TypeVar("T", ChatBody, CompletionBody)
@@ -53,34 +63,34 @@ def _routes(app: FastAPI, service: Service) -> None:
         job.placed_by(http.headers)
         return await answer(service, job, http)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=ANSWER, response_model=None)
     async def chat(body: ChatBody, http: Request) -> Response:
         return await run(chat_job, body, http)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=ANSWER, response_model=None)
     async def completions(body: CompletionBody, http: Request) -> Response:
         return await run(completion_job, body, http)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=MODELS, response_model=None)
     async def models() -> Response:
         model = {"id": options.name, "object": "model", "created": 0, "owned_by": "perilune"}
         return Reply({"object": "list", "data": [{**model, "context_length": service.context}]})
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=TOKENS, response_model=None)
     async def tokenize(body: TokenizeBody) -> Response:
         ids = await run_in_threadpool(_ids, service, body)
         return Reply({"count": len(ids), "max_model_len": service.context, "tokens": ids})
 
-    @app.get("/health")
+    @app.get("/health", responses=HEALTH, response_model=None)
     async def health() -> Response:
         state = "failed" if worker.failed else "draining" if worker.draining else "ok"
         return Reply({"status": state}, 200 if state == "ok" else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=METRICS, response_class=Response)
     async def prometheus() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/live")
+    @app.get("/live", responses=LIVE, response_model=None)
     async def live() -> Response:
         return Reply(
             {
@@ -127,7 +137,8 @@ def _errors(app: FastAPI) -> None:
             404: f"There is nothing at {http.url.path}.",
             405: f"{http.url.path} does not take {http.method}.",
         }
-        return ApiError(error.status_code, words.get(error.status_code, str(error.detail))).response()
+        sentence = words.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, sentence, headers=error.headers).response()  # a 405 says what it allows
 
     @app.exception_handler(Exception)
     async def unforeseen(_: Request, __: Exception) -> Response:

@@ -69,4 +69,4 @@ def of_validation(error: RequestValidationError) -> ApiError:
     if key in _KINDS and first["type"] != "missing":
         return bad(key, _KINDS[key])
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
-    return bad(param, first["msg"].removeprefix("Input "))
+    return bad(param, first["msg"].removeprefix("Input ").removeprefix("Value error, "))

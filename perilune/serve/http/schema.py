@@ -6,12 +6,23 @@ through here as they came.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Json = dict[str, Any]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Ids = Annotated[list[Id], Field(min_length=1)]
+_NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "max_tokens", "n", "max_completion_tokens", "top_logprobs",
+)  # fmt: skip
+
+
+def _number(value: Any) -> Any:
+    """JSON's true is no 1, though Python's is."""
+    if isinstance(value, bool):
+        raise ValueError("should be a number, not true or false")
+    return value
 
 
 class StreamOptions(BaseModel):
@@ -47,6 +58,8 @@ class SamplingFields(BaseModel):
     structured_outputs: Json | None = Field(None, description="one of json (a schema), regex, choice (texts)")
     return_token_ids: bool | None = Field(None, description="adds prompt_token_ids, and token_ids to each choice")
 
+    _numbers = field_validator(*_NUMBERS, mode="before", check_fields=False)(_number)
+
 
 class ChatBody(SamplingFields):
     messages: list[Json] = Field(min_length=1)
@@ -68,6 +81,8 @@ class CompletionBody(SamplingFields):
     suffix: None = None
     best_of: Literal[1] | None = None
 
+    _logprobs = field_validator("logprobs", mode="before")(_number)  # in chats it is a bool
+
 
 class TokenizeBody(BaseModel):
     """Text, or a chat request's messages and options."""
@@ -78,3 +93,34 @@ class TokenizeBody(BaseModel):
     prompt: str | None = None
     messages: list[Json] | None = None
     add_special_tokens: bool | None = Field(None, description="read the names of special tokens in `prompt` as ids")
+
+
+# --- what comes back, for the document ------------------------------------------------------------------------------
+
+
+def _object(**properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+_STRING, _COUNT, _LIST = {"type": "string"}, {"type": "integer"}, {"type": "array"}
+_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT, cached_tokens=_COUNT)
+_ANSWER = _object(id=_STRING, object=_STRING, created=_COUNT, model=_STRING, choices=_LIST, usage=_USAGE)
+_ERROR = _object(error=_object(message=_STRING, type=_STRING, param={}, code={}))
+REFUSALS: dict[int | str, Json] = {
+    "4XX": {"description": "Refused; the message says why", "content": {"application/json": {"schema": _ERROR}}},
+    "503": {"description": "Draining, or the engine failed", "content": {"application/json": {"schema": _ERROR}}},
+}
+
+
+def answers(schema: Json, kind: str = "application/json", streamed: bool = False) -> dict[int | str, Json]:
+    """An operation's responses: 200 of this schema, or events; refusals."""
+    events: Json = {"text/event-stream": {"schema": _STRING}} if streamed else {}
+    return {200: {"description": "OK", "content": {kind: {"schema": schema}, **events}}, **REFUSALS}
+
+
+ANSWER = answers(_ANSWER, streamed=True)
+MODELS = answers(_object(object=_STRING, data=_LIST))
+TOKENS = answers(_object(count=_COUNT, max_model_len=_COUNT, tokens=_LIST))
+HEALTH = answers(_object(status=_STRING)) | {"503": {"description": "Draining or failed"}}
+METRICS = answers(_STRING, "text/plain")
+LIVE = answers(_object(running=_COUNT, waiting=_COUNT, model=_STRING, context=_COUNT))

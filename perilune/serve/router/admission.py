@@ -62,7 +62,10 @@ class Refused(Exception):  # noqa: N818 - not a fault
 
     def __init__(self, name: str, retry_after: int) -> None:
         super().__init__(f"The budget for {name} requests is spent; try again in {retry_after} s.")
-        self.retry_after = retry_after
+        self.name, self.retry_after = name, retry_after
+
+    def __reduce__(self) -> tuple[type["Refused"], tuple[str, int]]:
+        return type(self), (self.name, self.retry_after)  # it may cross a process
 
 
 @dataclass
@@ -91,13 +94,24 @@ class Budget:
         account = self.accounts[name]
         return not account.queue and account.fits(min(cost, account.limit))
 
+    def hold(self, name: str, cost: float) -> float:
+        """Charge a request that starts whether there is room or not; the charge, to be given back."""
+        account = self.accounts[name]
+        charge = min(cost, account.limit)
+        account.held += charge
+        return charge
+
+    def refusal(self, name: str, cost: float) -> Refused:
+        """For one that has waited long enough."""
+        account = self.accounts[name]
+        return Refused(name, self._retry_after(account, min(cost, account.limit)))
+
     async def take(self, name: str, cost: float, seconds: float) -> float:
         """Wait at most `seconds` for room; the charge, to be given back. Raises Refused."""
         account = self.accounts[name]
         charge = min(cost, account.limit)
         if self.has_room(name, cost):
-            account.held += charge
-            return charge
+            return self.hold(name, cost)
         if len(account.queue) >= self._max_queue:
             raise Refused(name, self._retry_after(account, charge))
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

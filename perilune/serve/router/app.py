@@ -54,7 +54,7 @@ def create_router(
             await worker.client.aclose()
 
     async def forward(http: Request) -> Response:
-        errand = Errand.of(http.url.path, await http.body(), http.headers, router.cost)
+        errand = Errand.of(http.url.path, await http.body(), http.headers, router.policy.cost)
         errand.headers.setdefault("x-request-id", http.state.request_id)
         return await until_gone(http, router.send(errand))
 

@@ -16,8 +16,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from perilune.serve.http.errors import UNPARSED, ApiError
-from perilune.serve.router.admission import Class, Cost, Refused, class_of
+from perilune.serve.router.admission import Class, Cost, Refused
 from perilune.serve.router.placement import placed, session_of
+from perilune.serve.router.policy import Policy
 from perilune.serve.router.worker import Upstream
 
 log = logging.getLogger("perilune.route")
@@ -71,7 +72,7 @@ class Router:
     """Policy over `workers`. wait: seconds a request may wait for its budget."""
 
     def __init__(self, workers: Sequence[Upstream], cost: Cost, wait: float) -> None:
-        self.workers, self.cost, self.wait = {worker.url: worker for worker in workers}, cost, wait
+        self.workers, self.policy, self.wait = {worker.url: worker for worker in workers}, Policy(cost), wait
         self.failovers = 0
 
     async def send(self, errand: Errand) -> Response:
@@ -81,7 +82,7 @@ class Router:
         if not usable:
             raise ApiError(503, "Neither of this session's workers is up.", code="unavailable", headers=_LATER)
         answer: Response | None = None
-        for worker in self._roomiest_first(errand, usable):
+        for worker in self.policy.roomiest_first(errand, usable):
             try:
                 answer = await self._try(errand, worker)
             except httpx.HTTPError as error:
@@ -97,22 +98,8 @@ class Router:
             )
         return answer
 
-    def _roomiest_first(self, errand: Errand, usable: list[Upstream]) -> list[Upstream]:
-        """Primary first, unless its budget is full and the secondary's is not."""
-        if len(usable) == 2 and not self._has_room(errand, usable[0]) and self._has_room(errand, usable[1]):
-            return usable[::-1]
-        return usable
-
-    def _price(self, errand: Errand, worker: Upstream) -> tuple[Class, float]:
-        cost = self.cost.of(errand.prompt, worker.sessions[errand.session], errand.output)
-        return class_of(cost, errand.batch), cost
-
-    def _has_room(self, errand: Errand, worker: Upstream) -> bool:
-        kind, cost = self._price(errand, worker)
-        return worker.budget.has_room(kind.name, cost)
-
     async def _try(self, errand: Errand, worker: Upstream) -> Response:
-        kind, cost = self._price(errand, worker)
+        kind, cost = self.policy.price(errand, worker)
         try:
             charge = await worker.budget.take(kind.name, cost, self.wait)
         except Refused as error:
@@ -142,7 +129,7 @@ class Router:
                 worker.sessions[errand.session] = errand.prompt
             return Response(content, upstream.status_code, headers=kept)
         pieces = upstream.aiter_raw()
-        opening = await _until_spoken(pieces)
+        opening = await until_spoken(pieces)
         worker.sessions[errand.session] = errand.prompt
         return Relay(opening, pieces, hold, kept)
 
@@ -171,7 +158,7 @@ class _Hold:
             await self.upstream.aclose()
 
 
-async def _until_spoken(pieces: AsyncIterator[bytes]) -> bytes:
+async def until_spoken(pieces: AsyncIterator[bytes]) -> bytes:
     """The stream up to the first event that says something. Raises httpx.HTTPError where it breaks before."""
     opening = b""
     async for piece in pieces:
