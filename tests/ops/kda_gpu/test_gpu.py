@@ -153,7 +153,7 @@ def test_compiles_with_gradients_and_strided_inputs() -> None:
         return o.float().square().sum()
 
     plain, quick = run(wide), torch.compile(run, fullgraph=False)(wide)
-    assert torch.equal(plain, quick)
+    torch.testing.assert_close(plain, quick, rtol=1e-6, atol=0)  # a compiled sum adds in another order
     (g,), (h,) = torch.autograd.grad(plain, wide), torch.autograd.grad(quick, wide)
     assert error(h, g) < 1e-3
 
