@@ -163,6 +163,7 @@ def serve(
     cuda_graphs: Annotated[bool, typer.Option(help="Record decoding steps, on a GPU.")] = True,
     packed_experts: Annotated[bool, typer.Option(help="On a GPU, MXFP4 experts stay packed in memory.")] = True,
     shard_latents: Annotated[bool, typer.Option(help="Ranks share out latents by token.")] = False,
+    mxfp8_activations: Annotated[bool, typer.Option(help="Round what enters MXFP4 experts to MXFP8.")] = False,
     strict_vendor: Annotated[bool, typer.Option(help="Refuse sampling the hosted API fixes.")] = False,
     drain_seconds: Annotated[float, typer.Option(help="For running requests after SIGTERM.")] = 60.0,
 ) -> None:
@@ -190,7 +191,10 @@ def serve(
     if shard_latents and not many:
         raise ValueError("--shard-latents needs several ranks: torchrun --nproc-per-node 2 -m perilune serve ...")
     orders = join_world() if many else None
-    model, tokenizer = open_model(where, floats[dtype], packed=packed_experts and torch.cuda.is_available())
+    packed = packed_experts and (mxfp8_activations or torch.cuda.is_available())
+    model, tokenizer = open_model(where, floats[dtype], packed=packed)
+    if mxfp8_activations:
+        model.round_activations()
     sizes = EngineOptions(
         pool_tokens=pool_tokens,
         block_tokens=block_tokens,

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from perilune.config import ModelConfig
 from perilune.model.cache import Cache, Place
 from perilune.model.layout import Layout
-from perilune.model.linear import Group, Linear, Weight, beside, project, settle
+from perilune.model.linear import Group, Linear, Weight, beside, cast, project, settle
 from perilune.model.taps import Taps
 from perilune.ops.conv import short_convs
 from perilune.ops.kda import kda, kda_step
 from perilune.ops.kda.decode import Drafts, decode
+from perilune.ops.linear import pair
 from perilune.ops.norm import gated_rms_norm
 
 
@@ -124,7 +125,8 @@ class KDA(nn.Module):
         groups: list[Group] = [(self.q_proj, self.k_proj, self.v_proj), *self._gates, self.f_a_proj, self.b_proj]
         qkv, *gate, f, beta = project(x, *groups)
         if gate and not self.config.use_full_rank_gate:
-            gate = [self.g_b_proj(gate[0])]
+            z, out_gate = pair((f, gate[0]), (cast(self.f_b_proj.weight), cast(self.g_b_proj.weight)))
+            return qkv, z, beta, out_gate
         return qkv, self.f_b_proj(f), beta, gate[0] if gate else None
 
     @property

@@ -34,11 +34,17 @@ class MLP(nn.Module):
         self.down_proj = Linear(hidden, config.hidden_size)
         self.act = activation(config)
 
+    @property
+    def pair(self) -> tuple[Tensor, Tensor] | None:
+        """(gate and up weights, down weight) for a pass without gradients, if they lie beside each other."""
+        if torch.is_grad_enabled() or type(self.down_proj) is not Linear:
+            return None
+        together = beside([self.gate_proj.weight, self.up_proj.weight])
+        return None if together is None else (together[: 2 * self.down_proj.in_features], self.down_proj.weight)
+
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() and type(self.down_proj) is Linear:
-            together = beside([self.gate_proj.weight, self.up_proj.weight])
-            if together is not None:
-                return gated_mlp(x, together[: 2 * self.down_proj.in_features], self.down_proj.weight, self.act)
+        if (pair := self.pair) is not None:
+            return gated_mlp(x, *pair, self.act)
         (gate_up,) = project(x, (self.gate_proj, self.up_proj))
         return self.down_proj(packed_glu(gate_up, *self.act))
 
@@ -88,6 +94,10 @@ class Experts(nn.Module):
         w13, w2 = cast(self.w13).to(z.dtype), cast(self.w2).to(z.dtype)  # under autocast the masters are fp32
         return experts(z, routing.idx, routing.weight, w13, w2, self.act)
 
+    def beside(self, shared: tuple[Tensor, Tensor], z: Tensor, routing: Routing) -> Tensor:
+        """The same, plus an MLP of z (its gate and up, its down) in the same launches. No gradient."""
+        return experts(z, routing.idx, routing.weight, self.w13, self.w2, self.act, shared=shared)
+
     def share(self, z: Tensor, idx: Tensor, weight: Tensor) -> Tensor:
         """The same where some choices are E, somebody else's: they add nothing. No gradient."""
         return experts(z, idx, weight, self.w13, self.w2, self.act, partial=True)
@@ -100,6 +110,7 @@ class PackedExperts(nn.Module):
     w13_scales: Tensor
     w2_codes: Tensor
     w2_scales: Tensor
+    mxfp8 = False  # whether activations are rounded, as quantisation-aware training rounds them
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
@@ -122,11 +133,11 @@ class PackedExperts(nn.Module):
 
     def forward(self, z: Tensor, routing: Routing) -> Tensor:
         """As `Experts.forward`, without a gradient."""
-        return packed_experts(z, routing.idx, routing.weight, *self._both, self.act)
+        return packed_experts(z, routing.idx, routing.weight, *self._both, self.act, mxfp8=self.mxfp8)
 
     def share(self, z: Tensor, idx: Tensor, weight: Tensor) -> Tensor:
         """As `Experts.share`."""
-        return packed_experts(z, idx, weight, *self._both, self.act, partial=True)
+        return packed_experts(z, idx, weight, *self._both, self.act, partial=True, mxfp8=self.mxfp8)
 
 
 class LatentMoE(nn.Module):
@@ -153,6 +164,9 @@ class LatentMoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """x [T, hidden] -> ([T, hidden], how it was routed, detached)."""
         routing = self.gate(x)
+        pair = None if self.latent or self.shared_experts is None else self.shared_experts.pair
+        if pair is not None and isinstance(self.experts, Experts) and len(self.experts.w13) == len(self.gate.weight):
+            return self.experts.beside(pair, x, routing), routing
         u = self.experts(self.routed_expert_down_proj(x) if self.latent else x, routing)
         if self.normed:
             u = self.routed_expert_norm(u)

@@ -14,9 +14,9 @@ from perilune.config import ModelConfig
 from perilune.model.cache import Cache
 from perilune.model.kda import KDA
 from perilune.model.layout import Layout
-from perilune.model.linear import Linear, Weight
+from perilune.model.linear import Linear, Weight, settle
 from perilune.model.mla import MLA
-from perilune.model.moe import MLP, Experts, LatentMoE, Router
+from perilune.model.moe import MLP, Experts, LatentMoE, PackedExperts, Router
 from perilune.model.norm import RMSNorm
 from perilune.model.residual import Plan, Stream, read
 from perilune.model.taps import Taps
@@ -186,11 +186,15 @@ class K3(nn.Module):
             return Plan()
         if self.config.attn_res_full or layout.tokens > _AHEAD:
             return None
+        norms, projections = ([part.weight for part in parts] for parts in self._reads())
+        return Plan.of(norms, projections, block)
+
+    def _reads(self) -> tuple[list[Any], list[Any]]:
+        """The norms and the projections of all reads of the stream, in order."""
         layers: list[Any] = list(self.layers)
-        norms = [n.weight for layer in layers for n in (layer.self_attention_res_norm, layer.mlp_res_norm)]
-        queries = [p.weight for layer in layers for p in (layer.self_attention_res_proj, layer.mlp_res_proj)]
-        norms.append(self.output_attn_res_norm.weight)
-        return Plan.of(norms, [*queries, self.output_attn_res_proj.weight], block)
+        norms = [n for layer in layers for n in (layer.self_attention_res_norm, layer.mlp_res_norm)]
+        projections = [p for layer in layers for p in (layer.self_attention_res_proj, layer.mlp_res_proj)]
+        return [*norms, self.output_attn_res_norm], [*projections, self.output_attn_res_proj]
 
     def _logits(self, hidden: Tensor, layout: Layout, which: str) -> Tensor | None:
         if which == "none":
@@ -205,12 +209,24 @@ class K3(nn.Module):
                 module.pack()
         return self
 
+    def round_activations(self) -> "K3":
+        """From here on what enters the packed experts' products is rounded to MXFP8. Raises ValueError without any."""
+        packed = [module for module in self.modules() if isinstance(module, PackedExperts)]
+        if not packed:
+            raise ValueError("MXFP8 activations go with packed MXFP4 experts; this model has none.")
+        for module in packed:
+            module.mxfp8 = True
+        return self
+
     @torch.no_grad()
     def settle(self) -> "K3":
         """Move weights that read the same input beside each other, in place, for inference: fewer products a step."""
         for module in self.modules():
             if isinstance(module, (KDA, MLA, MLP)):
                 module.settle()
+        if self.config.attn_res_block_size is not None:
+            for parts in self._reads():
+                settle(*parts)
         return self
 
     @torch.no_grad()

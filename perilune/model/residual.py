@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from perilune.model.linear import Linear, Weight
+from perilune.model.linear import Linear, Weight, beside
 from perilune.model.norm import RMSNorm
 from perilune.model.taps import Taps
 from perilune.ops.attnres import Ahead, block_scale, merge, mix, mix_ahead, probabilities
@@ -30,8 +30,11 @@ class Plan:
     @classmethod
     @torch.no_grad()
     def of(cls, norms: list[Tensor], projections: list[Tensor], block: int) -> "Plan":
-        """From the norm weights [D] and projections [1, D] of all reads and the layers of a block."""
-        return cls(torch.stack(norms) * torch.cat(projections), 2 * block)
+        """From the norm weights [D] and projections [1, D] of all reads and the layers of a block: one product, because
+        a settled model has them side by side. Not kept: a recorded step must see weights that are changed in place."""
+        side = beside(norms), beside(projections)
+        gain = torch.stack(norms) if side[0] is None else side[0][: len(norms) * len(norms[0])].view(len(norms), -1)
+        return cls(gain * (torch.cat(projections) if side[1] is None else side[1][: len(projections)]), 2 * block)
 
 
 @dataclass(frozen=True)

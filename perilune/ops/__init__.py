@@ -12,6 +12,7 @@ Import what you use from its module; this package imports nothing, so a reader o
 | `ops.mla` | `mla_decode` | absorbed MLA over pages, §5.4.2 |
 | `ops.router` | `route`, `router_scores`, `select`, `mixture` | who is chosen, with what weight, §2.3.3 |
 | `ops.experts` | `experts`, `grouped_mlp`, `order_rows`, `Activation` | grouped expert MLP, §5.2.2 |
+| `ops.linear` | `linear`, `pair` | products of one row, §5.4.2 |
 | `ops.packed` | `packed_experts`, `Packed` | experts of a decoding step from packed MXFP4, §5.4.2 |
 | `ops.situ` | `situ_glu`, `swiglu`, `packed_glu` | SiTU-GLU, §2.3.2 |
 | `ops.quantile` | `margin_histogram`, `histogram_quantile`, `exact_quantile`, `alternating_solver` | the bias, §2.3.3 |

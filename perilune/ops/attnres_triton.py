@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.ops.chain_triton import chain, start, wait
 from perilune.ops.norm_triton import norm_gradient, normalise, programs, tile
 
 FORWARD = 16  # values a thread holds of a tile
@@ -22,7 +23,10 @@ FORWARD = 16  # values a thread holds of a tile
 def mix_kernel(
     sources, w, norm, y, scores, lse, rows, D, eps, norm_eps,
     NORM: tl.constexpr, KEEP: tl.constexpr, QUERIES: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    CHAIN: tl.constexpr = False,
 ):  # fmt: skip
+    start(CHAIN)
+    wait(CHAIN)
     # With several queries the programs of one row block are neighbours: its sources come from memory once.
     q = (tl.program_id(0) % QUERIES).to(tl.int64)
     w, y, scores, lse = w + q * D, y + q * rows * D, scores + q * len(sources) * rows, lse + q * rows
@@ -59,8 +63,10 @@ def mix_kernel(
 @triton.jit
 def merge_kernel(
     mixed, lse, running, added, total, w, norm, y, rows, D, eps, norm_eps,
-    NORM: tl.constexpr, ADD: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, CHAIN: tl.constexpr = False,
 ):  # fmt: skip
+    start(CHAIN)
+    wait(CHAIN)
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     c = tl.arange(0, BD)
     row = r < rows
@@ -142,7 +148,7 @@ def mix(
     shape = tile(width, FORWARD, 4)
     mix_kernel[(triton.cdiv(rows, shape["BR"]),)](
         tuple(sources), w, w if norm is None else norm, y, y if scores is None else scores, y if lse is None else lse,
-        rows, width, eps, norm_eps, NORM=norm is not None, KEEP=keep, QUERIES=1, **shape,
+        rows, width, eps, norm_eps, NORM=norm is not None, KEEP=keep, QUERIES=1, **shape, **chain(),
     )  # fmt: skip
     return y, scores, lse
 
@@ -155,7 +161,21 @@ def ahead(sources: Sequence[Tensor], w: Tensor, eps: float) -> tuple[Tensor, Ten
     lse = y.new_empty(queries, rows, dtype=torch.float32)
     shape = tile(width, FORWARD, 4)
     mix_kernel[(triton.cdiv(rows, shape["BR"]) * queries,)](
-        tuple(sources), w, w, y, scores, lse, rows, width, eps, eps, NORM=False, KEEP=True, QUERIES=queries, **shape
+        tuple(sources),
+        w,
+        w,
+        y,
+        scores,
+        lse,
+        rows,
+        width,
+        eps,
+        eps,
+        NORM=False,
+        KEEP=True,
+        QUERIES=queries,
+        **shape,
+        **chain(),
     )
     return y, lse
 
@@ -170,7 +190,7 @@ def merge(
     shape = tile(width, FORWARD, 4)
     merge_kernel[(triton.cdiv(rows, shape["BR"]),)](
         mixed, lse, running, running if added is None else added, total, w, w if norm is None else norm, y,
-        rows, width, eps, norm_eps, NORM=norm is not None, ADD=added is not None, **shape,
+        rows, width, eps, norm_eps, NORM=norm is not None, ADD=added is not None, **shape, **chain(),
     )  # fmt: skip
     return y, total
 

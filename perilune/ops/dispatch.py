@@ -9,6 +9,8 @@ import importlib
 import importlib.util
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ log = logging.getLogger(__name__)
 
 CAPABILITY = (8, 0)
 AUTO = "cuda"  # where "auto" means kernels; a test makes it "cpu" for Triton's interpreter
+_chaining = False
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -64,6 +67,22 @@ def _say(op: str, dtype: torch.dtype, why: str | None) -> None:
         log.info("%s: fused kernels for %s.", op, dtype)
     else:
         log.warning("%s: torch's own operations, because %s.", op, why)
+
+
+@contextmanager
+def chained() -> Iterator[None]:
+    """Within it, kernels that can start while their predecessor still runs do so (`chain_triton`). They read weights
+    before it has ended, so nothing in between may change weights: for recording a decoding step."""
+    global _chaining
+    outer, _chaining = _chaining, torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    try:
+        yield
+    finally:
+        _chaining = outer
+
+
+def chaining() -> bool:
+    return _chaining
 
 
 def rows_of(x: Tensor) -> Tensor:

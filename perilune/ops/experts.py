@@ -5,7 +5,7 @@
 The routing weight multiplies the activation before the down product (the product is linear), so its gradient is
 ⟨act, downᵀ·d out⟩, which the backward has anyway: the expert output is neither kept nor recomputed.
 On an NVIDIA GPU what surrounds the grouped products is a kernel each (`experts_triton`); few rows without a gradient
-have kernels of their own (`few_triton`).
+have kernels of their own (`few_triton`), and so have a few tokens (`one_triton`).
 Rows R = T·k; L width of the rows; I expert width; E experts. Weights in the released orientation:
 gate_up [E,2I,L] (gate first, then up), down [E,L,I].
 """
@@ -31,6 +31,7 @@ from perilune.ops.situ import (
     swiglu_slopes,
 )
 
+ONE = 4  # tokens up to which each reads the weights of its own experts
 FEW = 8  # rows an expert, on average, up to which the bytes of the weights are what a step costs
 
 _FEW_TOKENS = 16  # of a gated MLP, one tile
@@ -94,15 +95,22 @@ def experts(
     down: Tensor,
     activation: Activation | None = None,
     *,
+    shared: tuple[Tensor, Tensor] | None = None,
     partial: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """Σ_i weight[t,i] · E_{idx[t,i]}(z_t), summed in fp32.
 
     z [T,L] in the dtype of the expert weights, idx [T,k] int64, weight [T,k] fp32 -> [T,L] in z's dtype.
+    shared: gate_up [2S,L] and down [L,S] of an expert that everybody takes with weight one; without a gradient.
     partial: choices of E, one past the last expert, are somebody else's and add nothing; without a gradient.
     """
     _check(z, idx, weight, gate_up, down)
+    if len(z) <= ONE and not torch.is_grad_enabled() and not partial and fused("experts", impl, z):
+        return _one(z, idx, weight, gate_up, down, activation or Activation(), shared)
+    if shared is not None:
+        routed = experts(z, idx, weight, gate_up, down, activation, partial=partial, impl=impl)
+        return routed + gated_mlp(z, *shared, activation)
     if not torch.is_grad_enabled() and idx.numel() <= FEW * gate_up.shape[0] and fused("experts", impl, z):
         return _few(z, idx, weight, gate_up, down, activation or Activation(), partial)
     if partial:
@@ -114,6 +122,18 @@ def experts(
     row_weight = _Permute.apply(weight.flatten(), order.source, order.place)
     y = grouped_mlp(rows, order.ends, row_weight, gate_up, down, activation, impl="eager")
     return _Gather.apply(y, order.source, order.place, idx.shape[1])
+
+
+def _one(
+    z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, act: Activation,
+    shared: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """Few tokens, hardly two of which choose the same expert."""
+    apart = shared if shared is not None and shared[1].shape[1] % down.shape[2] else None
+    chosen = idx.contiguous(), weight.contiguous()
+    both, extra = (gate_up.contiguous(), down.contiguous()), None if apart is not None else shared
+    y: Tensor = kernels("one_triton").rows(rows_of(z), *chosen, *both, extra, *act.rules)
+    return y if apart is None else y + gated_mlp(z, *apart, act)
 
 
 def _few(
@@ -154,6 +174,9 @@ def _share(
 def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, activation: Activation | None = None) -> Tensor:
     """down · act(gate x, up x): x [T,L], gate_up [2I,L] (gate first), down [O,I] -> [T,O]. No gradient."""
     act = activation or Activation()
+    if len(x) <= ONE and fused("gated_mlp", "auto", x):
+        single: Tensor = kernels("one_triton").mlp(rows_of(x), gate_up, down, *act.rules)
+        return single
     if len(x) <= _FEW_TOKENS and fused("gated_mlp", "auto", x):
         out: Tensor = kernels("few_triton").mlp(rows_of(x), gate_up, down, *act.rules)
         return out

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.ops.chain_triton import chain, start, wait
+
 _PROGRAMS = 264  # two for each processor of an H200
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -28,8 +30,10 @@ def split_of(length, BT: tl.constexpr, SPLITS: tl.constexpr):
 def attend_kernel(
     q, latents, table, lengths, out, part, stats, M, H, W, P, scale, page_stride, table_row,
     R: tl.constexpr, VALUES: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, BR: tl.constexpr,
+    BV: tl.constexpr, BR: tl.constexpr, CHAIN: tl.constexpr = False,
 ):  # fmt: skip
+    start(CHAIN)
+    wait(CHAIN)
     n, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     row = m < M
@@ -77,22 +81,26 @@ def attend_kernel(
 
 @triton.jit
 def merge_kernel(
-    part, stats, lengths, out, M, VALUES: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-    BV: tl.constexpr,
+    part, stats, lengths, out, M, VALUES: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BA: tl.constexpr,
+    BS: tl.constexpr, BV: tl.constexpr, CHAIN: tl.constexpr = False,
 ):  # fmt: skip
+    start(CHAIN)
+    wait(CHAIN)
     n, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    s, v = tl.arange(0, BS), tl.arange(0, BV)
+    s, v = tl.arange(0, BS), tl.program_id(2) * BV + tl.arange(0, BV)
     length = tl.load(lengths + n).to(tl.int32)
     used = tl.cdiv(length, split_of(length, BT, SPLITS))
-    at = (n * SPLITS + s) * M + m
-    highest = tl.max(tl.load(stats + 2 * at, mask=s < used, other=float("-inf")), 0)
+    a = tl.arange(0, BA)
+    highest = tl.max(tl.load(stats + 2 * ((n * SPLITS + a) * M + m), mask=a < used, other=float("-inf")), 0)
     total = 0.0
     acc = tl.zeros((BV,), tl.float32)
-    for i in range(0, used):
-        one = (n * SPLITS + i) * M + m
-        weight = tl.exp2(tl.load(stats + 2 * one) - highest)
-        total += weight * tl.load(stats + 2 * one + 1)
-        acc += weight * tl.load(part + one * VALUES + v, mask=v < VALUES, other=0.0)
+    for first in tl.static_range(0, SPLITS, BS):
+        here = first + s < used
+        one = (n * SPLITS + first + s) * M + m
+        weight = tl.exp2(tl.load(stats + 2 * one, mask=here, other=float("-inf")) - highest)
+        total += tl.sum(weight * tl.load(stats + 2 * one + 1, mask=here, other=0.0), 0)
+        kept = here[:, None] & (v < VALUES)[None, :]
+        acc += tl.sum(weight[:, None] * tl.load(part + one[:, None] * VALUES + v[None, :], mask=kept, other=0.0), 0)
     tl.store(out + (n * M + m) * VALUES + v, (acc / total).to(out.dtype.element_ty), mask=v < VALUES)
 
 
@@ -106,8 +114,8 @@ def tiles(rows: int, width: int, values: int, itemsize: int) -> dict[str, int]:
 
 
 def splits(sequences: int, blocks: int, tokens: int, bt: int) -> int:
-    """How many share a context: enough programs for the chip, of at least four tiles each in the longest."""
-    return max(1, min(triton.cdiv(_PROGRAMS, sequences * blocks), triton.cdiv(tokens, 4 * bt), 128))
+    """How many share a context: enough programs for the chip, of at least a tile each in the longest."""
+    return max(1, min(triton.cdiv(_PROGRAMS, sequences * blocks), triton.cdiv(tokens, bt), 128))
 
 
 def decode(q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, values: int, scale: float) -> Tensor:
@@ -150,11 +158,13 @@ def _run(
     stats = q.new_empty(N, count, M, 2, dtype=torch.float32) if count > 1 else out
     attend_kernel[N, blocks, count](
         q, latents, table, lengths, out, part, stats, M, H, W, P, scale, latents.stride(0), table.stride(0),
-        R=R, VALUES=values, SPLITS=count, **shape,
+        R=R, VALUES=values, SPLITS=count, **shape, **chain(),
     )  # fmt: skip
     if count > 1:
         up = triton.next_power_of_2
-        merge_kernel[N, M](
-            part, stats, lengths, out, M, VALUES=values, SPLITS=count, BT=shape["BT"], BS=up(count), BV=shape["BV"]
-        )
+        few, bv = min(16, up(count)), min(128, shape["BV"])
+        merge_kernel[N, M, triton.cdiv(values, bv)](
+            part, stats, lengths, out, M, VALUES=values, SPLITS=count, BT=shape["BT"], BA=up(count), BS=few, BV=bv,
+            **chain(),
+        )  # fmt: skip
     return out, stats

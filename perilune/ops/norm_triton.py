@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FORWARD, BACKWARD = 32, 16  # values a thread holds: registers against loads in flight
+from perilune.ops.chain_triton import chain, start, wait
+
+FORWARD, BACKWARD, LATENCY = 32, 16, 8  # values a thread holds: registers against loads in flight, against waiting
+_FEW = 132  # rows up to which each has a processor to itself
 _WARPS = 132 * 16
 
 
@@ -29,8 +32,11 @@ def norm_gradient(g, xhat, rstd, D):
 
 @triton.jit
 def norm_kernel(
-    x, gate, w, y, rows, D, H, eps, x_row, gate_row, GATED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
-):
+    x, gate, w, y, rows, D, H, eps, x_row, gate_row, GATED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    CHAIN: tl.constexpr = False,
+):  # fmt: skip
+    start(CHAIN)
+    wait(CHAIN)
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     c = tl.arange(0, BD)
     inside = (r < rows)[:, None] & (c < D)[None, :]
@@ -50,7 +56,13 @@ def norm_kernel(
 
 
 @triton.jit
-def add_norm_kernel(x, added, w, y, total, rows, D, eps, x_row, added_row, BR: tl.constexpr, BD: tl.constexpr):
+def add_norm_kernel(
+    x, added, w, y, total, rows, D, eps, x_row, added_row, BR: tl.constexpr, BD: tl.constexpr,
+    CHAIN: tl.constexpr = False,
+):  # fmt: skip
+    start(CHAIN)
+    weight = tl.load(w + tl.arange(0, BD), mask=tl.arange(0, BD) < D, other=0.0)
+    wait(CHAIN)
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     c = tl.arange(0, BD)
     inside = (r < rows)[:, None] & (c < D)[None, :]
@@ -61,7 +73,7 @@ def add_norm_kernel(x, added, w, y, total, rows, D, eps, x_row, added_row, BR: t
     tl.store(total + at, v, mask=inside)
     v = v.to(tl.float32)
     xhat = (v * normalise(v, D, eps)[:, None]).to(y.dtype.element_ty).to(tl.float32)
-    weight = tl.load(w + c, mask=c < D, other=0.0).to(y.dtype.element_ty).to(tl.float32)
+    weight = weight.to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + at, (xhat * weight[None, :]).to(y.dtype.element_ty), mask=inside)
 
 
@@ -112,10 +124,10 @@ def forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, heads: i
     """x [R,D]; gate [R/heads, heads·D] or None; weight [D] -> [R,D] in x's dtype. Last axes contiguous."""
     rows, width = x.shape
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    shape = tile(width, FORWARD, 4)
+    shape = tile(width, FORWARD if rows > _FEW else LATENCY, 4)
     norm_kernel[(triton.cdiv(rows, shape["BR"]),)](
         x, x if gate is None else gate, weight, y, rows, width, heads, eps,
-        x.stride(0), 0 if gate is None else gate.stride(0), GATED=gate is not None, **shape,
+        x.stride(0), 0 if gate is None else gate.stride(0), GATED=gate is not None, **shape, **chain(),
     )  # fmt: skip
     return y
 
@@ -124,9 +136,9 @@ def add_forward(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[T
     """(norm of x + added, x + added) [R,D] in x's dtype."""
     rows, width = x.shape
     y, total = (torch.empty(rows, width, dtype=x.dtype, device=x.device) for _ in range(2))
-    shape = tile(width, FORWARD, 4)
+    shape = tile(width, FORWARD if rows > _FEW else LATENCY, 4)
     add_norm_kernel[(triton.cdiv(rows, shape["BR"]),)](
-        x, added, weight, y, total, rows, width, eps, x.stride(0), added.stride(0), **shape
+        x, added, weight, y, total, rows, width, eps, x.stride(0), added.stride(0), **shape, **chain()
     )
     return y, total
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from perilune.ops.dispatch import fused, kernels
 from perilune.ops.experts import Activation, experts, experts_reference, order_few
-from perilune.ops.mx import GROUP, unpack_mxfp4
+from perilune.ops.mx import GROUP, round_mxfp8, unpack_mxfp4
 
 
 class Packed(NamedTuple):
@@ -27,6 +27,17 @@ class Packed(NamedTuple):
         return unpack_mxfp4(self.codes, self.scales, dtype)
 
 
+class Rounded(Activation):
+    """The same, its value rounded to MXFP8."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return round_mxfp8(super().forward(gate, up))
+
+    def slopes(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value, *rest = super().slopes(gate, up)
+        return round_mxfp8(value), rest[0], rest[1]
+
+
 @torch.no_grad()
 def packed_experts(
     z: Tensor,
@@ -37,22 +48,35 @@ def packed_experts(
     activation: Activation | None = None,
     *,
     partial: bool = False,
+    mxfp8: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """z [T,L], idx [T,k] int64, weight [T,k] fp32, gate_up [E,2I,L] and down [E,L,I] packed -> [T,L] in z's dtype.
 
-    partial: as in `experts`.
+    partial: as in `experts`. mxfp8: what enters a product is rounded to MXFP8 (E4M3, groups of 32), as a model that was
+    trained so expects: z before the gate and up products, the activation before the down product.
     Raises ValueError naming the argument that does not fit.
     """
     _check(z, idx, weight, gate_up, down)
     act = activation or Activation()
+    if mxfp8:
+        z, act = round_mxfp8(z), Rounded(*act)
     if not fused("packed_experts", impl, z):
         both_wide = gate_up.unpack(z.dtype), down.unpack(z.dtype)
         return experts(z, idx, weight, *both_wide, act, partial=partial, impl="eager")
     (order, expert), k = order_few(idx, len(gate_up.codes)), idx.shape[1]
     both = tuple(x.contiguous() for x in gate_up), tuple(x.contiguous() for x in down)
     y = kernels("packed_triton").rows(
-        z.contiguous(), order.source, expert, order.ends, weight.reshape(-1), *both, k, partial, *act.rules
+        z.contiguous(),
+        order.source,
+        expert,
+        order.ends,
+        weight.reshape(-1),
+        *both,
+        k,
+        partial,
+        *act.rules,
+        then=round_mxfp8 if mxfp8 else None,
     )
     out: Tensor = kernels("experts_triton").combine(y, order.place, k)
     return out

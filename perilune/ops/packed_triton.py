@@ -6,6 +6,9 @@ expert; the program of an expert's first row does the work, the others leave at 
 shapes alone and a CUDA graph holds. A byte holds two neighbouring columns: even and odd columns are two products.
 """
 
+from collections.abc import Callable
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -101,14 +104,23 @@ def down_kernel(
 def rows(
     z: Tensor, source: Tensor, expert: Tensor, ends: Tensor, weight: Tensor, gate_up: tuple[Tensor, Tensor],
     down: tuple[Tensor, Tensor], k: int, partial: bool, beta: float, linear_beta: float, kind: int,
+    then: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Weighted expert outputs [R,L] of the sorted rows; z [T,L] contiguous, expert [R] each sorted row's expert."""
+    """Weighted expert outputs [R,L] of the sorted rows; z [T,L] contiguous, expert [R] each sorted row's expert.
+
+    then: applied to the activations before they are weighted.
+    """
     R, L = len(source), z.shape[1]
     E, N = len(ends), gate_up[0].shape[1] // 2
     a, y = z.new_empty(R, N), (z.new_zeros if partial else z.new_empty)(R, L)
     tile = {"BM": 16, "BN": _BN, "BK": _BK}
+    if then is not None and partial:
+        a.zero_()  # nobody's rows: they would be rounded too
+    applied = weight if then is None else torch.ones_like(weight)
     gate_up_kernel[R, triton.cdiv(N, _BN)](
-        z, source, expert, ends, weight, *gate_up, a, E, k, beta, linear_beta, N=N, L=L, KIND=kind, **tile
+        z, source, expert, ends, applied, *gate_up, a, E, k, beta, linear_beta, N=N, L=L, KIND=kind, **tile
     )
+    if then is not None:
+        a = (then(a) * weight[source].unsqueeze(1)).to(a.dtype)
     down_kernel[R, triton.cdiv(L, _BN)](a, expert, ends, *down, y, E, N=N, L=L, **tile)
     return y

@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.ops import one_triton
+from perilune.ops.chain_triton import chain, start, wait
+
 _FEW = 256  # tokens up to which each has a warp of its own: k searches in a row wait for nobody
 
 
@@ -18,7 +21,10 @@ _FEW = 256  # tokens up to which each has a warp of its own: k searches in a row
 def select_kernel(
     logits, bias, scores, idx, weight, threshold, T, E, scaling,
     PARTS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RENORM: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
+    CHAIN: tl.constexpr = False,
 ):  # fmt: skip
+    start(CHAIN)
+    wait(CHAIN)
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
     inside = (t < T)[:, None] & (e < E)[None, :]
@@ -76,6 +82,8 @@ def logits(x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
     if x.dtype != torch.bfloat16:
         with torch.autocast(x.device.type, enabled=False):
             return x.float() @ weight.float().T, 1
+    if weight.dtype == torch.bfloat16 and len(x) == 1 and not torch.is_grad_enabled():
+        return one_triton.linear(x, weight, torch.float32)[0], 1
     if weight.dtype == torch.bfloat16 and x.device.type == "cuda":
         return torch.mm(x, weight.T, out_dtype=torch.float32), 1
     high = weight.to(torch.bfloat16)
@@ -100,7 +108,7 @@ def select(
     tile = _tile(E) if T > _FEW else {"BT": 1, "BE": max(16, triton.next_power_of_2(E)), "num_warps": 1}
     select_kernel[(triton.cdiv(T, tile["BT"]),)](
         products, bias, scores, idx, weight, threshold, T, E, scaling,
-        PARTS=parts, K=top_k, KP=triton.next_power_of_2(top_k), RENORM=renormalize and top_k > 1, **tile,
+        PARTS=parts, K=top_k, KP=triton.next_power_of_2(top_k), RENORM=renormalize and top_k > 1, **tile, **chain(),
     )  # fmt: skip
     return idx, weight, scores, threshold
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from perilune.model.cache import State
 from perilune.model.kda import KDA
 from perilune.model.net import K3, Output
-from perilune.serve.graphs import Answer, Graphs, Recorder
+from perilune.serve.graphs import Answer, DraftGraphs, Graphs, Recorder, Step, recordable
 from perilune.serve.paged import Paged, windowed
 from perilune.serve.pool import Geometry, Pool, default_block
 from perilune.serve.request import Delta, EngineOptions, Finish, Full, Grammar, Request, Stats, TokenLogprob, Usage
@@ -78,11 +78,18 @@ class Engine:
         self.scheduler = Scheduler(paged, o, self.context)
         self.draft: Draft | None = MTPDraft(model, paged) if o.speculate else None
         self.graphs: Graphs | None = None
-        if o.cuda_graphs and self.device.type == "cuda" and windowed(geometry):
-            self.graphs = Graphs(model, paged, o.max_batch, o.speculate > 0, Recorder())
+        if o.cuda_graphs and self.device.type == "cuda" and windowed(geometry) and recordable(model):
+            self.record(Recorder())
         self._here: dict[str, Sequence] = {}
         self._ended: list[Delta] = []
         self._totals = _Totals()
+
+    def record(self, how: Callable[[Step], Step]) -> None:
+        """From here on decoding steps, and the draft's, are made repeatable by `how` and repeated."""
+        paged, most = self.scheduler.paged, self.options.max_batch
+        self.graphs = Graphs(self.model, paged, most, self.draft is not None, how)
+        if isinstance(self.draft, MTPDraft):
+            self.draft.graphs = DraftGraphs(self.model, paged, most, how)
 
     # --- what others call -----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from perilune.model.net import K3, MTP
+from perilune.serve.graphs import DraftGraphs
 from perilune.serve.paged import Paged
 from perilune.serve.sampling import Row, distribution, draw, uniform
 from perilune.serve.scheduler import Sequence
@@ -51,8 +52,8 @@ class MTPDraft:
     acceptance, never correctness.
     """
 
-    def __init__(self, model: K3, paged: Paged) -> None:
-        self.model, self.paged, self.layer = model, paged, cast(MTP, model.mtp[0])
+    def __init__(self, model: K3, paged: Paged, graphs: DraftGraphs | None = None) -> None:
+        self.model, self.paged, self.layer, self.graphs = model, paged, cast(MTP, model.mtp[0]), graphs
 
     def saw(self, sequences: Seq[Sequence], lengths: Seq[int], features: Tensor) -> None:
         for s, new in zip(sequences, features.split(list(lengths))):
@@ -61,34 +62,42 @@ class MTPDraft:
     def catch_up(self, sequences: Seq[Sequence]) -> None:
         """So that no more than a chunk of features is kept."""
         if sequences:
-            self._feed(sequences)
+            self._run(*self._waiting(sequences))
 
     def propose(self, sequences: Seq[Sequence], count: int, row: Rows) -> tuple[Tensor, Tensor]:
-        hidden, features = self._feed(sequences)
+        logits, features = self._step(*self._waiting(sequences), width=count + 1)
         drafts: list[list[int]] = [[] for _ in sequences]
         chosen = []
         for i in range(count):
-            q = distribution(self.model.lm_head(hidden), [row(s, d) for s, d in zip(sequences, drafts)])
+            q = distribution(logits, [row(s, d) for s, d in zip(sequences, drafts)])
             chosen.append(q)
             picked = draw(q, [uniform(s.seed, len(s.tokens) + i, "draft") for s in sequences])
             for d, token in zip(drafts, picked):
                 d.append(token)
             if i + 1 < count:
                 past = [s.computed + i for s in sequences]
-                hidden, features = self._run([[t] for t in picked], features, sequences, past)
+                logits, features = self._step([[t] for t in picked], features, sequences, past)
         return torch.tensor(drafts, device=features.device), torch.stack(chosen, 1)
 
-    def _feed(self, sequences: Seq[Sequence]) -> tuple[Tensor, Tensor]:
-        """Run the positions whose features wait; returns (hidden, features) of each sequence's last one."""
+    def _waiting(self, sequences: Seq[Sequence]) -> tuple[list[list[int]], Tensor, Seq[Sequence], list[int]]:
+        """What `_run` takes of the positions whose features wait; they do no longer."""
         waiting = [s.features for s in sequences if s.features is not None]
-        lengths = [len(f) for f in waiting]
         past = [s.drafted_upto for s in sequences]
-        following = [s.tokens[p + 1 : p + 1 + n] for s, p, n in zip(sequences, past, lengths)]
-        hidden, features = self._run(following, torch.cat(waiting), sequences, past)
+        following = [s.tokens[p + 1 : p + 1 + len(f)] for s, p, f in zip(sequences, past, waiting)]
+        for s, f in zip(sequences, waiting):
+            s.features, s.drafted_upto = None, s.drafted_upto + len(f)
+        return following, torch.cat(waiting), sequences, past
+
+    def _step(
+        self, following: Seq[Seq[int]], features: Tensor, sequences: Seq[Sequence], past: Seq[int], width: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """(logits, features) of each sequence's last position; recorded where none has more than `width`."""
+        lengths = [len(some) for some in following]
+        if self.graphs is not None and max(lengths) <= width:
+            return self.graphs.step(following, features, [s.row for s in sequences], past, width)
+        hidden, features = self._run(following, features, sequences, past)
         last = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1
-        for s, n in zip(sequences, lengths):
-            s.features, s.drafted_upto = None, s.drafted_upto + n
-        return hidden[last], features[last]
+        return self.model.lm_head(hidden[last]), features[last]
 
     def _run(
         self, following: Seq[Seq[int]], features: Tensor, sequences: Seq[Sequence], past: Seq[int]

@@ -70,6 +70,18 @@ def test_rows_already_sorted() -> None:
     torch.testing.assert_close(y[order.place], experts_reference(**case))
 
 
+def test_a_shared_expert_adds_its_own_mlp() -> None:
+    torch.manual_seed(0)
+    z, p = torch.randn(5, 8, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
+    gate_up, down = torch.randn(4, 12, 8, dtype=torch.float64), torch.randn(4, 8, 6, dtype=torch.float64)
+    own = torch.randn(20, 8, dtype=torch.float64), torch.randn(8, 10, dtype=torch.float64)
+    idx, act = torch.stack([torch.randperm(4)[:2] for _ in range(5)]), Activation()
+    with torch.no_grad():
+        got = experts(z, idx, p, gate_up, down, act, shared=own)
+    want = experts_reference(z, idx, p, gate_up, down, act) + act.forward(*(z @ own[0].T).chunk(2, -1)) @ own[1].T
+    torch.testing.assert_close(got, want)
+
+
 def test_bad_input_is_named() -> None:
     case = draw()
     with pytest.raises(ValueError, match=r"down must be \[6,8,16\]"):

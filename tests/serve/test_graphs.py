@@ -12,7 +12,7 @@ from perilune.model.layout import Layout
 from perilune.model.moe import LatentMoE
 from perilune.model.net import K3
 from perilune.serve.engine import Engine
-from perilune.serve.graphs import Graphs
+from perilune.serve.graphs import recordable as recordable_step
 from perilune.serve.parallel import _Cut, _OwnExperts, recordable
 from perilune.serve.request import EngineOptions, Request, Sampling
 
@@ -28,7 +28,7 @@ def recording(model: K3, options: EngineOptions, made: list) -> Engine:
         return step
 
     engine = Engine(model, options)
-    engine.graphs = Graphs(model, engine.scheduler.paged, options.max_batch, options.speculate > 0, record)
+    engine.record(record)
     return engine
 
 
@@ -46,9 +46,31 @@ def test_batches_that_grow_and_shrink_say_what_the_forward_says(drafts: int) -> 
         said = run(engine)
         for name, ids in prompts.items():
             assert_says(model, ids, said[name])
-    assert len(made) == len(engine.graphs._made)
+    steps = [*engine.graphs._made, *(engine.draft.graphs._made if drafts else ())]
+    assert len(made) == len(steps)
+    assert {width for _, width in steps} == ({1, 1 + drafts} if drafts else {1})
     assert {size for size, _ in engine.graphs._made} <= {1, 2, 3, 4, 5}
     assert (paged.kda_pages[:, paged.nobody] == -1).all()
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_recorded_draft_proposes_what_a_plain_one_does(count: int) -> None:
+    """The same drafts are accepted, of requests that come, are drawn at random, share a prefix and end early."""
+    model, found = make(), []
+    options = dataclasses.replace(OPTIONS, speculate=count, max_batch=3)
+    for engine in (Engine(model, options), recording(model, options, [])):
+        for i in range(5):
+            rules = Sampling(temperature=i % 2 * 0.8, seed=i, max_tokens=30 - 5 * i, ignore_eos=True)
+            engine.submit(Request(f"r{i}", prompt(50) + prompt(9 + i, i), rules))
+        said = run(engine)
+        found.append([[(text(said[f"r{i}"]), said[f"r{i}"][-1].usage) for i in range(5)], engine.stats().accepted])
+        assert engine.stats().drafted > 0 and not engine.scheduler.pool.memory[0].any()
+    assert found[0] == found[1]
+
+
+def test_fp64_experts_are_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    assert not recordable_step(make()) and "experts in fp64" in caplog.text
+    assert recordable_step(make(dtype=torch.float32)) and recordable_step(make(num_experts=0))
 
 
 def test_the_host_writes_only_what_turned_out_otherwise() -> None:
@@ -129,7 +151,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 def on_gpu(name: str, dtype: torch.dtype) -> K3:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = K3(preset(name))
+        model = K3(preset(name).replace(num_nextn_predict_layers=1))
     model.reset_parameters()
     for key, p in model.named_parameters():  # zero queries would hide a wrong mixture
         if key.endswith("res_proj.weight"):
@@ -144,8 +166,6 @@ def on_gpu(name: str, dtype: torch.dtype) -> K3:
 def test_recorded_equals_eager_equals_the_forward(name: str, drafts: int) -> None:
     """In fp32: greedy texts of three requests of different lengths, and each next token of the plain forward."""
     model, texts = on_gpu(name, torch.float32), []
-    if drafts and not model.mtp:
-        pytest.skip("tiny has no MTP layer")
     vocab = model.config.vocab_size
     prompts = [tuple((i * 37 + j * j * 11) % (vocab - 1) + 1 for j in range(40 + 50 * i)) for i in range(3)]
     for graphs in (True, False):
@@ -155,6 +175,8 @@ def test_recorded_equals_eager_equals_the_forward(name: str, drafts: int) -> Non
             engine.submit(Request(str(i), ids, Sampling(temperature=0, max_tokens=12 + i, ignore_eos=True)))
         said = run(engine)
         texts.append([text(said[str(i)]) for i in range(3)])
+        if drafts and graphs:
+            assert {width for _, width in engine.draft.graphs._made} == {1, 1 + drafts}
     assert texts[0] == texts[1]
     for ids, said in zip(prompts, texts[0], strict=True):
         whole = torch.tensor([*ids, *said], device="cuda")

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from perilune.ops import conv_triton, few_triton, mla_triton, norm_triton
+from perilune.ops import conv_triton, few_triton, mla_triton, norm_triton, one_triton
 from perilune.ops.attention import attention, attention_reference
 from perilune.ops.attnres import merge, mix, mix_ahead, mix_reference
 from perilune.ops.conv import short_conv_reference, short_convs
 from perilune.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from perilune.ops.experts import FEW, Activation, experts, experts_reference, grouped_mlp, order_rows
+from perilune.ops.experts import _few as experts_few
+from perilune.ops.linear import linear
+from perilune.ops.linear import pair as pair_product
 from perilune.ops.mla import mla_decode, mla_part
 from perilune.ops.mx import pack_mxfp4
 from perilune.ops.norm import (
@@ -35,6 +38,7 @@ DEVICE, LOW = "cpu", torch.float32  # where and in what the kernels run; `on_gpu
 
 
 norm_triton._WARPS, conv_triton._WALKERS = 3, 2  # few programs, so that each walks several blocks
+one_triton._NARROW, one_triton._ROWS = 10, 50  # all three shapes of a product, without a thousand rows
 
 
 def on_gpu(dtype: torch.dtype) -> None:
@@ -226,6 +230,35 @@ def moe() -> float:
     return max(found)
 
 
+def one() -> float:
+    """One token and several: experts with and without shared ones, of one width and two; an MLP; single products."""
+    E, L, inner, found = 4, 40, 24, []
+    gate_up, down = low(draw(E, 2 * inner, L)), low(draw(E, L, inner))
+    wide = [x.double() for x in (gate_up, down)]
+    for T, k, slices, act in ((1, 2, 1, Activation()), (3, 1, 2, Activation("swiglu"))):
+        idx = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(t))[:k] for t in range(T)])
+        z, p = low(torch.cat([draw(T, L)] * 2, -1))[:, :L], draw(T, k).abs().to(DEVICE, torch.float32)
+        pair = low(draw(2 * slices * inner, L, seed=1)), low(draw(L, slices * inner, seed=1))
+        odd = low(draw(2 * 50, L, seed=2)), low(draw(L, 50, seed=2))  # of another width: a launch of its own
+        for shared in [pair] * (slices > 0) + [None, odd]:
+            with torch.no_grad():
+                got = experts(z, idx.to(DEVICE), p, gate_up, down, act, shared=shared, impl="fused")
+            want = experts_reference(z.double(), idx.to(DEVICE), p.double(), *wide, act)
+            if shared is not None:
+                both = act.forward(*(z.double() @ shared[0].double().T).chunk(2, -1)) @ shared[1].double().T
+                want = want + both
+            found.append(error(got, want))
+        got = one_triton.mlp(z, gate_up[1], down[1], *act.rules)
+        found.append(error(got, act.forward(*(z.double() @ wide[0][1].T).chunk(2, -1)) @ wide[1][1].T))
+    for outputs, depth in ((7, 520), (5, 24), (20, 264), (70, 40)):
+        x, w = (low(draw(2 * depth)[::2].clone().view(1, -1)), low(draw(outputs, depth)))
+        with torch.no_grad():
+            found.append(error(linear(x, w, impl="fused"), x.double() @ w.double().T))
+            y, other = pair_product((x, -x), (w, w[: outputs // 2]), impl="fused")
+        found += [error(y, x.double() @ w.double().T), error(other, -x.double() @ w[: outputs // 2].double().T)]
+    return max(found)
+
+
 def few() -> float:
     """Rows fewer and more than experts and than a tile; experts that nobody chose; a dense MLP of few rows."""
     E, L, inner, found = 6, 40, 72, []
@@ -236,7 +269,9 @@ def few() -> float:
         p = draw(T, k).abs().to(DEVICE, torch.float32)
         with torch.no_grad():
             assert idx.numel() <= FEW * E
-            got = experts(z, idx, p, gate_up, down, act, impl="fused")
+            got = experts(z, idx, p, gate_up, down, act, impl="fused")  # up to ONE tokens: `one_triton`
+            rows = experts_few(z, idx, p, gate_up, down, act, False)
+        found.append(error(rows, got.double()))
         found.append(error(got, experts_reference(z.double(), idx, p.double(), gate_up.double(), down.double(), act)))
         some = torch.where(idx > 1, idx - 2, E - 2)  # the first two experts are somebody else's
         with torch.no_grad():
@@ -268,6 +303,8 @@ def packed() -> float:
         p = draw(T, k).abs().to(DEVICE, torch.float32)
         for impl in ("fused", "eager"):
             got = packed_experts(z, idx, p, gate_up, down, act, impl=impl)
+            rounded = [packed_experts(z, idx, p, gate_up, down, act, mxfp8=True, impl=i) for i in (impl, "eager")]
+            assert error(*rounded) < torch.finfo(LOW).eps ** 0.5 / 3  # by a tie it may round either way
             want = packed_experts_reference(z.double(), idx, p.double(), gate_up, down, act)
             found.append(error(got, want))
             part = Packed(*(x[1:] for x in gate_up)), Packed(*(x[1:] for x in down))

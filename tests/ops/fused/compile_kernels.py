@@ -25,6 +25,7 @@ from perilune.ops import (
     gate_triton,
     mla_triton,
     norm_triton,
+    one_triton,
     packed_triton,
     quantile_triton,
     router_triton,
@@ -169,6 +170,23 @@ def few() -> None:
                 build(f"few {kernel.__name__} {width} {inner} mode {mode}", kernel, rule, warps, stages, **types)
 
 
+def one() -> None:
+    types = dict.fromkeys(["gate_up", "shared", "down", "w", "x2", "w2", "y2"], "*bf16")
+    for width, inner, k, slices in ((256, 192, 6, 0), (512, 1536, 0, 1), (2304, 1024, 8, 1), (7168, 33792, 0, 1)):
+        rule = {"N": inner, "L": width, "K": k, "S": slices, "CHAIN": True}
+        for name, kernel, shape, more in (
+            ("gate up", one_triton.gate_up_kernel, one_triton.gate_up_shape(), {"KIND": 1}),
+            ("down", one_triton.down_kernel, one_triton.down_shape(inner), {}),
+        ):
+            warps = shape.pop("num_warps")
+            build(f"one {name} {width} {inner}", kernel, rule | shape | more, warps, **types)
+    for outputs, depth in ((12576, 2304), (2304, 4096), (4096, 128), (256, 2304), (163840, 2304), (1024, 512)):
+        shape = one_triton.linear_shape(outputs, depth)
+        warps = shape.pop("num_warps")
+        rule = shape | {"K": depth, "CHAIN": True}
+        build(f"linear {outputs} {depth}", one_triton.linear_kernel, rule, warps, N="i32", N2="i32", **types)
+
+
 def packed() -> None:
     types = {"packed": "*u8", "scale": "*u8", "expert": "*i64", "ends": "*i32"}
     for width, inner in ((1024, 384), (3584, 3072)):
@@ -188,7 +206,11 @@ def mla() -> None:
         for count in (1, 16):
             rule = shape | {"R": width, "VALUES": values, "SPLITS": count}
             build(f"attend {name} {window} of {count}", mla_triton.attend_kernel, rule, warps, stages, **types)
-        shape = {key: shape[key] for key in ("BT", "BV")} | {"VALUES": values, "SPLITS": 16, "BS": 16}
+        shape = (
+            {key: shape[key] for key in ("BT", "BV")}
+            | {"BV": 128}
+            | {"VALUES": values, "SPLITS": 32, "BS": 16, "BA": 32}
+        )
         build(f"merge {name}", mla_triton.merge_kernel, shape, **types)
 
 
@@ -197,7 +219,7 @@ def router() -> None:
         tile = router_triton._tile(experts)
         more = tile | {"K": top, "RENORM": True}
         up = triton.next_power_of_2(top)
-        build(f"select {top} of {experts}", router_triton.select_kernel, more | {"PARTS": 3, "KP": up})
+        build(f"select {top} of {experts}", router_triton.select_kernel, more | {"PARTS": 3, "KP": up, "CHAIN": True})
         one = more | {"BT": 1, "PARTS": 1, "KP": up}
         build(f"select {top} of {experts}, a warp a token", router_triton.select_kernel, one, 1)
         build(f"select backward {top} of {experts}", router_triton.select_backward_kernel, more | {"SCORED": False})
@@ -235,6 +257,7 @@ ALL = (
     "conv",
     "moe",
     "few",
+    "one",
     "packed",
     "mla",
     "router",

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-3), (torch.bfloat16, 1e-2)])  # fp32: TF32 products
 @pytest.mark.parametrize(
-    "name", ["situ", "norm", "softmax", "attnres", "phases", "conv", "moe", "few", "packed", "mla", "head"]
+    "name", ["situ", "norm", "softmax", "attnres", "phases", "conv", "moe", "few", "one", "packed", "mla", "head"]
 )
 def test_against_fp64(name: str, dtype: torch.dtype, bound: float) -> None:
     cases.on_gpu(dtype)
