@@ -3,6 +3,7 @@
 Each returns the worst relative error over values and every gradient.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -39,6 +40,7 @@ DEVICE, LOW = "cpu", torch.float32  # where and in what the kernels run; `on_gpu
 
 norm_triton._WARPS, conv_triton._WALKERS = 3, 2  # few programs, so that each walks several blocks
 one_triton._NARROW, one_triton._ROWS = 10, 50  # all three shapes of a product, without a thousand rows
+mla_triton._PROGRAMS = 40 if os.environ.get("TRITON_INTERPRET") == "1" else mla_triton._PROGRAMS  # few splits, for time
 
 
 def on_gpu(dtype: torch.dtype) -> None:
