@@ -1,12 +1,12 @@
 """Templates: a guest that was booted once and kept, from which sandboxes start without booting."""
 
 import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from perilune.sandbox.catalogue import Record
-from perilune.sandbox.files import sha256, temporary
 from perilune.sandbox.launcher import exercise
 from perilune.sandbox.request import new_id, new_name
 from perilune.sandbox.runtime import Runtime
@@ -31,10 +31,10 @@ def add_template(
 def boot(runtime: Runtime, root: Path, name: str, shape: Shape, defaults: Defaults) -> Record:
     """A sandbox that boots a raw ext4 image."""
     runtime.admit(1)
-    base = runtime.store.layers / f"{sha256(root)[:32]}.raw"
+    known = (path for path in runtime.store.layers.glob("*.raw") if path.samefile(root))
+    base = next(known, runtime.store.layers / f"{secrets.token_hex(16)}.raw")
     if not base.exists():
-        with temporary(base) as temp:
-            os.link(root, temp)
+        os.link(root, base)
     shape = replace(shape, disk_mb=base.stat().st_size >> 20)
     record = Record(new_id(), name, shape=shape, env=dict(defaults.env), user=defaults.user, workdir=defaults.workdir)
     with runtime.starting(record):

@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import gzip
 import hashlib
 import io
 import json
@@ -18,8 +19,8 @@ from hypothesis import strategies as st
 from perilune.sandbox.errors import InvalidRequest, SandboxError
 from perilune.sandbox.images import ext4
 from perilune.sandbox.images.recipe import parse
-from perilune.sandbox.images.source import Builder, Layout, image_defaults, tree_digest
-from perilune.sandbox.images.unpack import inside, unpack
+from perilune.sandbox.images.source import Builder, image_defaults
+from perilune.sandbox.images.unpack import Ahead, inside, unpack
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a confined process needs root (chroot)")
 
@@ -58,8 +59,30 @@ def _layout(folder: Path, layers: list[Path], config: dict) -> Path:  # type: ig
     return folder
 
 
+def _content(image: Path, folder: Path) -> dict[str, str]:
+    """The files of an ext4 image."""
+    (folder / "out").mkdir()
+    subprocess.run(["debugfs", "-R", f"rdump / {folder / 'out'}", str(image)], check=True, capture_output=True)
+    found = {
+        str(p.relative_to(folder / "out")): p.read_text()
+        for p in sorted((folder / "out").rglob("*"))
+        if p.is_file() and not p.is_symlink()
+    }
+    shutil.rmtree(folder / "out")
+    return found
+
+
+@pytest.fixture(params=["loop", "tree"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How images are written: as file systems that are mounted, or by way of a tree where there are no loop devices."""
+    if request.param == "loop" and not ext4.mountable():
+        pytest.skip("this host has no loop devices")
+    monkeypatch.setattr(ext4, "mountable", lambda: request.param == "loop")
+    return str(request.param)
+
+
 @needs_root
-def test_an_oci_layout_becomes_a_tree(tmp_path: Path) -> None:
+def test_an_oci_layout_becomes_an_image(tmp_path: Path, way: str) -> None:
     lower = _tar(
         tmp_path / "lower.tar",
         [("d", "etc", ""), ("f", "etc/keep", "1"), ("f", "etc/gone", "2"), ("d", "opt", ""), ("f", "opt/old", "3")],
@@ -75,17 +98,21 @@ def test_an_oci_layout_becomes_a_tree(tmp_path: Path) -> None:
     )
     layout = _layout(tmp_path / "layout", [lower, upper], {"User": "1000:1000", "Env": ["A=b=c"], "Cmd": ["run", "it"]})
     builder = Builder(tmp_path / "cache", 64)
-    manifest = json.loads((layout / "index.json").read_text())["manifests"][0]["digest"].split(":")[1]
-    digests = [x["digest"] for x in json.loads((layout / "blobs" / "sha256" / manifest).read_text())["layers"]]
-    tree = builder._stack(Layout(layout, layout / "blobs"), digests, tmp_path / "work")
-    found = sorted(str(path.relative_to(tree)) for path in tree.rglob("*"))
-    assert found == ["etc", "etc/2", "etc/keep", "opt", "opt/new"]
-    again = builder._stack(
-        Layout(layout, layout / "blobs"), digests, tmp_path / "more"
-    )  # the lowest layer comes from the cache now
-    assert tree_digest(again) == tree_digest(tree)
     image = builder.layout(layout)
+    found = _content(image.raw, tmp_path)
+    assert {name: text for name, text in found.items() if name.startswith(("etc/2", "etc/k", "etc/gone", "opt"))} == {
+        "etc/2": "1",
+        "etc/keep": "1",
+        "opt/new": "4",
+    }
+    assert "user:x:1000" in found["etc/passwd"]
+    assert subprocess.run(["e2fsck", "-fn", str(image.raw)], capture_output=True).returncode == 0
+    kept = [path for path in (tmp_path / "cache").glob("*.raw") if path != image.raw]
+    assert len(kept) == (way == "loop")  # the lowest layer, for the next image on it
+    image.raw.unlink()
+    assert _content(builder.layout(layout).raw, tmp_path) == found
     assert image.raw.stat().st_size == 64 << 20 and builder.layout(layout).raw == image.raw
+    assert f"{tmp_path}" not in Path("/proc/mounts").read_text()
     assert (image.defaults.user, image.defaults.env, image.defaults.start) == ("1000:1000", {"A": "b=c"}, "run it")
 
 
@@ -119,6 +146,32 @@ def test_nothing_leaves_the_directory(
         ext4.prepare(folder / "root")
     assert {path.name for path in folder.iterdir()} <= before
     assert (folder / "a").read_text() == "outside" and not list((folder / "b").iterdir())
+
+
+@needs_root
+def test_an_image_that_is_too_large_or_damaged_leaves_nothing(tmp_path: Path, way: str) -> None:
+    large = _tar(tmp_path / "large.tar", [("f", "x", "y" * (70 << 20))])
+    with pytest.raises(InvalidRequest, match="does not fit on a disk of 64 MiB"):
+        Builder(tmp_path / "cache", 64).archive(large)
+    packed = tmp_path / "cut.tar.gz"
+    packed.write_bytes(gzip.compress(_tar(tmp_path / "x.tar", [("f", "x", os.urandom(3 << 20).hex())]).read_bytes()))
+    for damage in (
+        packed.read_bytes()[:-100000],
+        packed.read_bytes()[:200000] + b"damage" + packed.read_bytes()[200006:],
+    ):
+        (tmp_path / "bad.tar.gz").write_bytes(damage)
+        with pytest.raises(InvalidRequest, match=r"bad\.tar\.gz cannot be unpacked"):
+            Builder(tmp_path / "cache", 64).archive(tmp_path / "bad.tar.gz")
+    assert way and list((tmp_path / "cache").iterdir()) == []
+
+
+@needs_root
+@given(st.lists(st.binary(max_size=50_000), min_size=1, max_size=4), st.integers(0, 600))
+@settings(deadline=None, max_examples=20)
+def test_gzip_is_read_ahead_as_it_is(members: list[bytes], padding: int) -> None:
+    """Members may follow each other, and zeros them."""
+    ahead = Ahead(io.BytesIO(b"".join(gzip.compress(member) for member in members) + bytes(padding)))
+    assert b"".join(iter(lambda: ahead.read(1), b"")) == b"".join(members)
 
 
 @needs_root

@@ -5,13 +5,16 @@ kernel does it: chroot before the first name is read, four capabilities kept (no
 and no import afterwards, for a tree may bring a Python library of its own at the very path ours has.
 """
 
+import contextlib
 import ctypes
+import errno
 import importlib
 import os
 import resource
 import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import IO
 
@@ -20,17 +23,34 @@ from perilune.sandbox.errors import InvalidRequest
 _CHOWN, _DAC_OVERRIDE, _FOWNER, _FSETID = 0, 1, 3, 4
 _NO_NEW_PRIVILEGES, _VERSION_3 = 38, 0x20080522
 _MOST_MEMORY = 2 << 30  # bytes
+# In a mount namespace of its own: whatever ends this, no mount stays. What the loop could not write down, `sync` tells.
+_MOUNTED = """
+mount -o loop,nodev,nosuid,noexec,nobarrier,noinit_itable,discard "$1" "$2" || exit
+where=$2; shift 2; "$@" && sync -f "$where"; code=$?; umount "$where" && exit $code
+"""
 _MODULES = {"unpack": "perilune.sandbox.images.unpack", "prepare": "perilune.sandbox.images.ext4"}
 
 
 def run(root: Path, verb: str, option: str = "", data: IO[bytes] | None = None) -> None:
-    """Do `verb` ("unpack" or "prepare") in `root`, with `data` as standard input; InvalidRequest with the reason.
-    Needs root."""
-    command = [sys.executable, "-P", "-m", __name__, str(root.absolute()), verb, option]  # -P: the caller may stand in
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}  # a folder of the stranger's
-    done = subprocess.run(command, stdin=data or subprocess.DEVNULL, capture_output=True, text=True, env=environment)
+    """Do `verb` ("unpack" or "prepare") in `root`, a directory or an ext4 image of ours, with `data` as standard input;
+    InvalidRequest with the reason. Needs root."""
+    with contextlib.ExitStack() as stack:
+        place, entrance = root.absolute(), []
+        if root.is_file():
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perilune-")))
+            entrance = ["unshare", "-m", "sh", "-c", _MOUNTED, "sh", str(root.absolute()), str(place)]
+        command = [*entrance, sys.executable, "-P", "-m", __name__, str(place), verb, option]  # -P: the caller may
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+        }  # stand in a folder of the stranger's
+        data = data or subprocess.DEVNULL  # type: ignore[assignment]
+        done = subprocess.run(command, stdin=data, capture_output=True, text=True, env=environment)
     if done.returncode:
-        raise InvalidRequest((done.stderr.strip().splitlines() or ["it ended without a reason"])[-1])
+        reason = (done.stderr.strip().splitlines() or ["it ended without a reason"])[-1]
+        if root.is_file() and os.strerror(errno.ENOSPC) in reason:
+            reason = f"the image does not fit on a disk of {root.stat().st_size >> 20} MiB"
+        raise InvalidRequest(reason)
 
 
 def _enter(root: str) -> None:

@@ -1,8 +1,10 @@
-"""A directory tree as a raw ext4 image: what a sandbox's disk stands on."""
+"""Raw ext4 images, what sandboxes' disks stand on: an image grows by what is unpacked into it, or is made of a tree."""
 
+import functools
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 from perilune.sandbox.errors import InvalidRequest, SandboxError, SetupMissing
@@ -10,8 +12,19 @@ from perilune.sandbox.files import temporary
 from perilune.sandbox.images import confined as cell
 
 
+@functools.cache
+def mountable() -> bool:
+    """Whether this host has loop devices, so that an image can be written to as the file system that it is."""
+    with tempfile.TemporaryDirectory(prefix="perilune-") as folder:
+        probe = Path(folder) / "probe"
+        make(probe, 1)
+        mount = ["unshare", "-m", "mount", "-o", "loop,ro,noload", str(probe), folder]
+        return shutil.which("unshare") is not None and not subprocess.run(mount, capture_output=True).returncode
+
+
 def prepare(tree: Path) -> None:
-    """What every guest needs in its root, whatever image it came from: mount points, host files, the user `user`."""
+    """What every guest needs in its root, whatever image it came from: mount points, host files, the user `user`.
+    `tree` is a directory or an image."""
     try:
         cell.run(tree, "prepare")
     except InvalidRequest as error:
@@ -65,18 +78,25 @@ def _append(file: Path, line: str) -> None:
     file.write_text(text + ("" if not text or text.endswith("\n") else "\n") + line)
 
 
-def pack(tree: Path, target: Path, disk_mb: int) -> None:
-    """Write `tree` into a sparse ext4 image of `disk_mb` MiB; InvalidRequest when it does not fit."""
+def make(image: Path, disk_mb: int, tree: Path | None = None) -> None:
+    """A sparse file system of `disk_mb` MiB, empty or with what `tree` holds; InvalidRequest when it does not fit."""
     tool = shutil.which("mke2fs") or shutil.which("mke2fs", path="/sbin:/usr/sbin")
     if not tool:
         raise SetupMissing("mke2fs is not installed: apt-get install e2fsprogs")
+    with image.open("wb") as file:
+        file.truncate(disk_mb << 20)
+    journal = ["-J", "size=8"] if disk_mb > 32 else ["-O", "^has_journal"]
+    content = ["-d", str(tree)] if tree else []
+    command = [tool, "-q", "-F", "-t", "ext4", *journal, "-m", "1", "-E", "root_owner=0:0", *content, str(image)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = done.stderr.strip()[-300:]
+        if "no space" in reason.lower() or "Could not allocate block" in reason:
+            raise InvalidRequest(f"the image does not fit on a disk of {disk_mb} MiB")
+        raise SandboxError(f"mke2fs failed: {reason}")
+
+
+def pack(tree: Path, target: Path, disk_mb: int) -> None:
+    """`tree` as the image `target`, which is there whole or not at all."""
     with temporary(target) as temp:
-        with temp.open("wb") as file:
-            file.truncate(disk_mb << 20)
-        command = [tool, "-q", "-F", "-t", "ext4", "-J", "size=8", "-m", "1", "-E", "root_owner=0:0", "-d"]
-        done = subprocess.run([*command, str(tree), str(temp)], capture_output=True, text=True)
-        if done.returncode:
-            reason = done.stderr.strip()[-300:]
-            if "no space" in reason.lower() or "Could not allocate block" in reason:
-                raise InvalidRequest(f"the image does not fit on a disk of {disk_mb} MiB")
-            raise SandboxError(f"mke2fs failed: {reason}")
+        make(temp, disk_mb, tree)

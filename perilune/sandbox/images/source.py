@@ -1,10 +1,11 @@
 """Where root file systems come from: a directory, a tar, an OCI image layout, a registry, debootstrap.
 
 Each ends as a raw ext4 image named by the digest of what went in, so the same source is built once; an image's lowest
-layer is unpacked once and shared by every image on it.
+layer is unpacked once, and every image on it starts as a copy. Layers are unpacked into the image itself.
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,22 @@ class Builder:
         ext4.prepare(tree)
         ext4.pack(tree, raw, self.disk_mb)
 
+    @contextlib.contextmanager
+    def _growing(self, raw: Path, start: Path | None = None) -> Iterator[Path]:
+        """What to unpack into so that it becomes `raw`: the image, a copy of `start` at first; on a host without loop
+        devices a tree that is packed, twice the time."""
+        if ext4.mountable():
+            with temporary(raw) as image:
+                if start:
+                    subprocess.run(["cp", "--sparse=always", "--reflink=auto", str(start), str(image)], check=True)
+                else:
+                    ext4.make(image, self.disk_mb)
+                yield image
+        else:
+            with tempfile.TemporaryDirectory(dir=self.cache) as work:
+                yield Path(work)
+                ext4.pack(Path(work), raw, self.disk_mb)
+
     def directory(self, tree: Path, defaults: Defaults | None = None) -> Image:
         """A directory, which is not changed."""
         if not tree.is_dir():
@@ -118,9 +136,9 @@ class Builder:
         """A tar of a root file system."""
         raw = self._raw(f"tar:{sha256(tar)}")
         if not raw.exists():
-            with tempfile.TemporaryDirectory(dir=self.cache) as work:
-                unpack(tar, Path(work) / "tree")
-                self._pack(Path(work) / "tree", raw)
+            with self._growing(raw) as root:
+                unpack(tar, root)
+                ext4.prepare(root)
         return Image(raw, defaults or Defaults())
 
     def layout(self, folder: Path, tag: str | None = None, blobs: Path | None = None) -> Image:
@@ -136,22 +154,22 @@ class Builder:
             raise InvalidRequest(f"the image has {len(digests)} layers; between 1 and {_MOST_LAYERS} are supported")
         raw = self._raw(f"oci:{','.join(digests)}")
         if not raw.exists():
-            with tempfile.TemporaryDirectory(dir=self.cache) as work:
-                self._pack(self._stack(layout, digests, Path(work) / "tree"), raw)
+            lowest = self._lowest(layout, digests)
+            with self._growing(raw, lowest) as root:
+                for digest in digests[lowest is not None :]:
+                    unpack(layout.blob(digest), root, whiteouts=True)
+                ext4.prepare(root)
         return Image(raw, defaults)
 
-    def _stack(self, layout: Layout, digests: list[str], tree: Path) -> Path:
-        """Unpack layers bottom to top; the lowest one is kept, for other images will stand on it."""
-        kept = self.cache / "trees" / hashlib.sha256(digests[0].encode()).hexdigest()[:32]
-        if not kept.is_dir() and len(digests) > 1:
-            with temporary(kept) as temp:
-                unpack(layout.blob(digests[0]), temp, whiteouts=True)
-        if kept.is_dir():
-            kept.touch()
-            subprocess.run(["cp", "-a", "--reflink=auto", str(kept), str(tree)], check=True)
-        for digest in digests[kept.is_dir() :]:
-            unpack(layout.blob(digest), tree, whiteouts=True)
-        return tree
+    def _lowest(self, layout: Layout, digests: list[str]) -> Path | None:
+        """The lowest of several layers as an image of its own, kept, for other images will stand on it."""
+        if len(digests) == 1 or not ext4.mountable():
+            return None
+        kept = self._raw(f"layer:{digests[0]}")
+        if not kept.exists():
+            with self._growing(kept) as root:
+                unpack(layout.blob(digests[0]), root, whiteouts=True)
+        return kept
 
     def registry(self, name: str, username: str | None = None, password: str | None = None) -> Image:
         """`skopeo` fetches it: docker://NAME (or any of skopeo's transports). Blobs that are here are not fetched
@@ -176,8 +194,8 @@ class Builder:
     def trim(self, most_bytes: int = 20 << 30) -> int:
         """Forget what was used longest ago until the cache is no larger; returns how many went. Templates do not need
         it: they hold their disks by links."""
-        folders = (self.cache, self.cache / "trees", self.cache / "blobs" / "sha256")
-        kept = [p for f in folders if f.is_dir() for p in f.iterdir() if p.suffix == ".raw" or f != self.cache]
+        folders = (self.cache, self.cache / "blobs" / "sha256")
+        kept = [p for f in folders if f.is_dir() for p in f.iterdir() if p.name != "blobs"]
         sized = sorted(((path.stat().st_mtime, _disk_use(path), path) for path in kept), reverse=True)
         total, gone = 0, 0
         for _, size, path in sized:

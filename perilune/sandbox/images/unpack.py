@@ -5,17 +5,21 @@ of its own, and on this host they would open its disks.
 """
 
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tarfile
+import threading
+import zlib
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from perilune.sandbox.errors import InvalidRequest
 from perilune.sandbox.images import confined as cell
 
 _MOST_BYTES, _MOST_MEMBERS = 32 << 30, 1_000_000  # of one archive
+_MOST_PADDING = 64 << 20
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 
 
@@ -89,8 +93,10 @@ def _attributes(member: tarfile.TarInfo, path: Path) -> None:
 
 
 def unpack(archive: Path, root: Path, whiteouts: bool = False) -> None:
-    """Extract a tar (plain, gzip, bzip2, xz or zstd) under `root`; with `whiteouts`, as an image layer. Needs root."""
-    root.mkdir(parents=True, exist_ok=True)
+    """Extract a tar (plain, gzip, bzip2, xz or zstd) under `root`, a directory or an ext4 image; with `whiteouts`, as
+    an image layer. Needs root."""
+    if not root.is_file():
+        root.mkdir(parents=True, exist_ok=True)
     option = "whiteouts" if whiteouts else ""
     try:
         with archive.open("rb", buffering=0) as file:
@@ -105,25 +111,66 @@ def unpack(archive: Path, root: Path, whiteouts: bool = False) -> None:
 
 
 def _unpack_zstd(file: IO[bytes], root: Path, option: str) -> None:
-    """Through the zstd program: tarfile reads the other compressions itself."""
+    """Through the zstd program: Python reads the other compressions itself."""
     with subprocess.Popen(["zstd", "-q", "-d", "-c"], stdin=file, stdout=subprocess.PIPE) as plain:
         assert plain.stdout is not None
         cell.run(root, "unpack", option, plain.stdout)
-        while plain.stdout.read(1 << 16):  # padding after the last member
-            pass
     if plain.returncode:
         raise InvalidRequest("zstd says that it is damaged")
 
 
-def begin(option: str) -> tuple[tarfile.TarFile, bool]:
-    """The archive on standard input, its compression recognised; and whether to apply whiteouts."""
-    whole = sys.stdin.buffer.seekable()
-    return tarfile.open(fileobj=sys.stdin.buffer, mode="r:*" if whole else "r|"), option == "whiteouts"
+class Ahead:
+    """A gzip file, decompressed by a thread ahead of whoever reads it: zlib lets go of the interpreter meanwhile."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._pieces = file, queue.Queue[bytes | Exception](64)
+        threading.Thread(target=self._inflate, daemon=True).start()
+
+    def _inflate(self) -> None:
+        member, begun = zlib.decompressobj(31), False
+        try:
+            while data := self._file.read(1 << 14):
+                data = data if begun else data.lstrip(b"\0")  # padding
+                while data:
+                    begun = True
+                    if piece := member.decompress(data):
+                        self._pieces.put(piece)
+                    data = b""
+                    if member.eof:  # another one may follow
+                        data, member, begun = member.unused_data.lstrip(b"\0"), zlib.decompressobj(31), False
+            self._pieces.put(EOFError("it ends in the middle") if begun else b"")
+        except Exception as error:
+            self._pieces.put(error)
+
+    def read(self, _size: int) -> bytes:
+        """The next piece, of any size; empty at the end."""
+        piece = self._pieces.get()
+        if isinstance(piece, Exception):
+            raise piece
+        return piece
 
 
-def confined(begun: tuple[tarfile.TarFile, bool]) -> None:
+def begin(option: str) -> tuple[IO[bytes], str, bool]:
+    """The archive on standard input and how to read it; and whether to apply whiteouts."""
+    source = sys.stdin.buffer
+    if not source.seekable():
+        return source, "r|", option == "whiteouts"
+    magic = os.pread(source.fileno(), 2, 0)
+    return source, "gzip" if magic == b"\x1f\x8b" else "r:*", option == "whiteouts"
+
+
+def confined(begun: tuple[IO[bytes], str, bool]) -> None:
     """Extract into what is / by now."""
-    _extract(begun[0], Path("/"), begun[1])
+    source, mode, whiteouts = begun
+    if mode == "gzip":  # its thread starts here, for it must not have more rights than we kept
+        source, mode = cast("IO[bytes]", Ahead(source)), "r|"
+    with tarfile.open(fileobj=source, mode=mode) as tar:  # type: ignore[call-overload]
+        _extract(tar, Path("/"), whiteouts)
+    rest = 0  # padding; what is cut short or damaged there says so, and no thread reads on when we end
+    while mode == "r|" and (piece := source.read(1 << 16)):
+        rest += len(piece)
+        if rest > _MOST_PADDING:
+            raise InvalidRequest(f"more than {_MOST_PADDING >> 20} MiB follow its end")
 
 
 def _extract(tar: tarfile.TarFile, root: Path, whiteouts: bool) -> None:
