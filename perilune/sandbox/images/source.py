@@ -137,8 +137,7 @@ class Builder:
         raw = self._raw(f"tar:{sha256(tar)}")
         if not raw.exists():
             with self._growing(raw) as root:
-                unpack(tar, root)
-                ext4.prepare(root)
+                unpack(tar, root, last=True)
         return Image(raw, defaults or Defaults())
 
     def layout(self, folder: Path, tag: str | None = None, blobs: Path | None = None) -> Image:
@@ -157,8 +156,7 @@ class Builder:
             lowest = self._lowest(layout, digests)
             with self._growing(raw, lowest) as root:
                 for digest in digests[lowest is not None :]:
-                    unpack(layout.blob(digest), root, whiteouts=True)
-                ext4.prepare(root)
+                    unpack(layout.blob(digest), root, whiteouts=True, last=digest == digests[-1])
         return Image(raw, defaults)
 
     def _lowest(self, layout: Layout, digests: list[str]) -> Path | None:

@@ -17,6 +17,7 @@ from typing import IO, cast
 
 from perilune.sandbox.errors import InvalidRequest
 from perilune.sandbox.images import confined as cell
+from perilune.sandbox.images import ext4
 
 _MOST_BYTES, _MOST_MEMBERS = 32 << 30, 1_000_000  # of one archive
 _MOST_PADDING = 64 << 20
@@ -92,12 +93,12 @@ def _attributes(member: tarfile.TarInfo, path: Path) -> None:
     os.utime(path, (member.mtime, member.mtime), follow_symlinks=False)
 
 
-def unpack(archive: Path, root: Path, whiteouts: bool = False) -> None:
+def unpack(archive: Path, root: Path, whiteouts: bool = False, last: bool = False) -> None:
     """Extract a tar (plain, gzip, bzip2, xz or zstd) under `root`, a directory or an ext4 image; with `whiteouts`, as
-    an image layer. Needs root."""
+    an image layer; after the `last` one the tree becomes a guest's root (ext4.prepare). Needs root."""
     if not root.is_file():
         root.mkdir(parents=True, exist_ok=True)
-    option = "whiteouts" if whiteouts else ""
+    option = f"{'whiteouts' if whiteouts else ''} {'last' if last else ''}"
     try:
         with archive.open("rb", buffering=0) as file:
             compressed = file.read(4) == b"\x28\xb5\x2f\xfd"
@@ -150,27 +151,29 @@ class Ahead:
         return piece
 
 
-def begin(option: str) -> tuple[IO[bytes], str, bool]:
-    """The archive on standard input and how to read it; and whether to apply whiteouts."""
+def begin(option: str) -> tuple[IO[bytes], str, str]:
+    """The archive on standard input, how to read it, and what to do."""
     source = sys.stdin.buffer
     if not source.seekable():
-        return source, "r|", option == "whiteouts"
+        return source, "r|", option
     magic = os.pread(source.fileno(), 2, 0)
-    return source, "gzip" if magic == b"\x1f\x8b" else "r:*", option == "whiteouts"
+    return source, "gzip" if magic == b"\x1f\x8b" else "r:*", option
 
 
-def confined(begun: tuple[IO[bytes], str, bool]) -> None:
+def confined(begun: tuple[IO[bytes], str, str]) -> None:
     """Extract into what is / by now."""
-    source, mode, whiteouts = begun
+    source, mode, option = begun
     if mode == "gzip":  # its thread starts here, for it must not have more rights than we kept
         source, mode = cast("IO[bytes]", Ahead(source)), "r|"
     with tarfile.open(fileobj=source, mode=mode) as tar:  # type: ignore[call-overload]
-        _extract(tar, Path("/"), whiteouts)
+        _extract(tar, Path("/"), "whiteouts" in option)
     rest = 0  # padding; what is cut short or damaged there says so, and no thread reads on when we end
     while mode == "r|" and (piece := source.read(1 << 16)):
         rest += len(piece)
         if rest > _MOST_PADDING:
             raise InvalidRequest(f"more than {_MOST_PADDING >> 20} MiB follow its end")
+    if "last" in option:
+        ext4.confined(Path("/"))
 
 
 def _extract(tar: tarfile.TarFile, root: Path, whiteouts: bool) -> None:
