@@ -120,6 +120,19 @@ def median(run: Callable[[], object], count: int) -> float:
     return sorted(start.elapsed_time(end) for start, end in pairs)[count // 2]
 
 
+def tune_little() -> None:
+    """Keeps Triton's tuner, and so fla, to 2 or 4 warps and 2 or 3 stages: a third of its minutes."""
+    from triton.runtime.autotuner import Autotuner
+
+    whole = Autotuner.prune_configs
+
+    def few(self: Autotuner, *given: object) -> list:
+        every = whole(self, *given)
+        return [c for c in every if c.num_warps in (2, 4) and c.num_stages <= 3] or every[:2]
+
+    Autotuner.prune_configs = few
+
+
 def peers(wanted: list[str]) -> dict[str, Callable]:
     """Ours, and whichever wanted peer answers a small call; says why the others do not."""
     found = {"perilune": ours}
@@ -259,7 +272,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/kda"))
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--peers", default="fla,cudnn", help="fla tunes itself for minutes before its first number")
+    parser.add_argument("--tune-little", action="store_true", help="a third of it, and perhaps a slower fla")
     args = parser.parse_args()
+    if args.tune_little:
+        tune_little()
     runs = peers(args.peers.split(","))
     errors = {p: {g: error_of(r, g == "slow") for g in ("fast", "slow")} for p, r in runs.items()}
     print("errors of o:", json.dumps(errors), flush=True)
