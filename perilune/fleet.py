@@ -84,7 +84,8 @@ class Replica:
         try:
             while (message := await pieces.get()) is not None:
                 if message["type"] == "http.response.start":
-                    yield Head(message["status"], {k.decode(): v.decode() for k, v in message["headers"]})
+                    headers = {k.decode(): v.decode() for k, v in message["headers"]}
+                    yield Head(message["status"], headers | {"x-served-by": serve.get_replica_context().replica_tag})
                 elif message.get("body"):
                     yield message["body"]
         finally:  # whoever asked is gone, or all is said
@@ -172,7 +173,7 @@ async def _rest(answer: Any, opening: bytes, pieces: AsyncIterator[bytes]) -> As
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:
-    return {k: headers[k] for k in ("content-type", "cache-control", "retry-after") if k in headers}
+    return {k: headers[k] for k in ("content-type", "cache-control", "retry-after", "x-served-by") if k in headers}
 
 
 def door(manners: ServeOptions) -> FastAPI:

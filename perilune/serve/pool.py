@@ -132,6 +132,11 @@ class Pool:
         """Pages that `take` could give, evicting what is idle."""
         return len(self._free) + self._idle_pages
 
+    @property
+    def free(self) -> int:
+        """Pages that hold nothing anybody could find."""
+        return len(self._free)
+
     def usage(self) -> dict[str, int]:
         """Pages held, cached and free; they add up to all but the zero page."""
         held = self.pages - 1 - self.available

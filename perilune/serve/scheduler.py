@@ -47,6 +47,7 @@ class Sequence:
     features: Tensor | None = None  # of computed positions that the draft has not seen
     drafted_upto: int = 0  # positions that it has
     cached: int | None = None
+    fetched: bool = False  # what CPU memory knew of it has been brought up while it waited
     heard: list[TokenLogprob | None] = field(default_factory=list)
     told: bool = False
     drafted: int = 0
@@ -215,8 +216,20 @@ class Scheduler:
             while not (self._rows and self._start(s)):
                 last = max(self.running, key=lambda r: r.order, default=None)
                 if last is None or last.order[0] <= s.order[0]:
+                    self._prefetch(s)
                     return
                 self._preempt(last)  # a lower class makes room
+
+    def _prefetch(self, s: Sequence) -> None:
+        """The next in line waits: what it will reuse comes up from CPU memory meanwhile, into pages that are free."""
+        if self.pool.below is None or s.fetched:
+            return
+        hit = self._hit(s)
+        for found in hit:
+            if found.pool is not self.pool and self.pool.free >= self.geometry.pages(found.block.kind):
+                self.pool.drop(self._bring(found.block))
+                s.fetched = True
+        hit.release()
 
     def _follows(self, s: Sequence) -> bool:
         """Whether a prompt ahead of s is about to compute what both begin with: then s waits for it, and where they
@@ -299,7 +312,7 @@ class Scheduler:
             self.paged.clear(s.state)
         elif s.state is not None and hit.state is not None:
             self.pool.copy(hit.state.block, s.state, hit.state.pool)
-        if any(found.pool is not self.pool for found in hit):
+        if s.fetched or any(found.pool is not self.pool for found in hit):
             self.offload_tokens += hit.tokens
         else:
             self.hit_tokens += hit.tokens
@@ -309,7 +322,7 @@ class Scheduler:
     def _bring(self, below: Block) -> Block:
         """A block of the pool below, copied up and findable here again."""
         assert self.pool.below is not None
-        block = self._take("mla")
+        block = self._take(below.kind)
         self.pool.copy(below, block, self.pool.below)
         for key in below.keys:
             self.pool.publish(block, key)
