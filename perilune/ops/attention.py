@@ -23,6 +23,7 @@ from perilune.ops.precision import own_precision
 _SMALLEST = 16  # shorter documents share one bucket
 
 
+@own_precision
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
     """The equation, differentiable by autograd: all T² scores. Returns fp32 (fp64 for fp64)."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -47,6 +48,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: fl
         ValueError: shapes, dtypes or lengths that do not fit, or an impl that cannot run.
     """
     _check(q, k, v, lengths)
+    if impl not in ("auto", "fused", "eager"):
+        raise ValueError(f"attention: impl is {impl!r}; known are auto, fused, eager.")
     if not torch.is_grad_enabled():
         return _sdpa(q, k, v, tuple(lengths), scale)
     # fp32 loses nothing in SDPA, whose kernels for it are the better ones.
@@ -64,8 +67,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> None:
             f"attention: q and k must be [T,H,DK], v [T,H,DV] and lengths sum to T; got {[*q.shape]}, {[*k.shape]}, "
             f"{[*v.shape]} and {sum(lengths)} tokens."
         )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"attention: q, k and v must share a dtype, not {q.dtype}, {k.dtype} and {v.dtype}.")
+    if any(not isinstance(n, int) or n < 0 for n in lengths):
+        raise ValueError(f"attention: lengths must be integers of 0 or more, got {[*lengths]}.")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(
+            f"attention: q, k and v must share a floating-point dtype, not {q.dtype}, {k.dtype} and {v.dtype}."
+        )
 
 
 class _Fused(torch.autograd.Function):
@@ -95,7 +102,7 @@ def _close(x: Tensor) -> Tensor:
 @kept(maxsize=32)
 def _borders(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """int32 [T] each: the first token of every token's document, and the one after its last."""
-    count = torch.tensor(lengths)
+    count = torch.tensor(lengths, dtype=torch.int64)
     end = count.cumsum(0)
     return tuple(torch.repeat_interleave(x, count).to(device, torch.int32) for x in (end - count, end))  # type: ignore[return-value]
 

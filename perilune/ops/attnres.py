@@ -56,8 +56,9 @@ def mix(
     norm: the weight [D] of an RMSNorm taken of the result.
     Returns [...,D] in partial's dtype.
     """
-    _check(blocks, partial, weight, scales)
-    if blocks and fused("mix", impl, partial) and all(b.dtype == partial.dtype for b in blocks):
+    _check(blocks, partial, weight, scales, norm)
+    alike = all(b.dtype == partial.dtype for b in blocks)
+    if fused("mix", impl, partial, None if alike else "blocks and the partial sum differ in dtype") and blocks:
         return _FusedMix.apply(weight, norm, eps, norm_eps, *blocks, partial)
     h = partial if not blocks else _eager(blocks, partial, weight, scales, eps)
     return h if norm is None else rms_norm(h, norm, norm_eps, impl=impl)
@@ -79,6 +80,7 @@ class Ahead(NamedTuple):
 
 
 @torch.no_grad()
+@own_precision
 def mix_ahead(blocks: Sequence[Tensor], weights: Tensor, *, eps: float = EPS, impl: str = "auto") -> Ahead:
     """The first of inference's two phases (§5.4.2): every query of the coming block at once, each source read once.
 
@@ -87,6 +89,9 @@ def mix_ahead(blocks: Sequence[Tensor], weights: Tensor, *, eps: float = EPS, im
     if weights.dim() != 2 or not blocks or weights.shape[1] != blocks[0].shape[-1]:
         raise ValueError(f"mix_ahead: weights must be [Q,D] beside blocks of width D, got {tuple(weights.shape)}.")
     shape = blocks[0].shape
+    for i, block in enumerate(blocks):
+        if block.shape != shape or block.dtype != blocks[0].dtype:
+            raise ValueError(f"mix_ahead: block {i} is {tuple(block.shape)} {block.dtype}, block 0 {tuple(shape)}.")
     if fused("mix_ahead", impl, blocks[0]):
         mixed, lse = kernels("attnres_triton").ahead([_flat(b) for b in blocks], weights.contiguous(), eps)
         return Ahead(mixed.view(-1, *shape), lse.view(-1, *shape[:-1]))
@@ -98,6 +103,7 @@ def mix_ahead(blocks: Sequence[Tensor], weights: Tensor, *, eps: float = EPS, im
 
 
 @torch.no_grad()
+@own_precision
 def merge(
     ahead: Ahead,
     read: int,
@@ -115,7 +121,12 @@ def merge(
     added: what the last sublayer adds to the running sum first. norm: the weight [D] of the RMSNorm that follows.
     Returns (what `mix` gives, the new running sum), both [...,D]. No gradient.
     """
+    if not 0 <= read < len(ahead.mixed):
+        raise ValueError(f"merge: read {read} is not one of the {len(ahead.mixed)} computed ahead.")
     mixed, lse = ahead.mixed[read], ahead.lse[read]
+    _check([mixed], running, weight, None, norm, "merge")
+    if added is not None and added.shape != running.shape:
+        raise ValueError(f"merge: added is {tuple(added.shape)}, the running sum {tuple(running.shape)}.")
     if fused("merge", impl, running):
         flat = [_flat(mixed), lse.reshape(-1), _flat(running), None if added is None else _flat(added)]
         y, total = kernels("attnres_triton").merge(*flat, weight, norm, eps, norm_eps)
@@ -227,11 +238,15 @@ def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _check(blocks: Sequence[Tensor], partial: Tensor, weight: Tensor, scales: Sequence[Tensor] | None) -> None:
-    if weight.shape != partial.shape[-1:]:
-        raise ValueError(f"mix: weight must be [{partial.shape[-1]}], got {tuple(weight.shape)}.")
+def _check(
+    blocks: Sequence[Tensor], partial: Tensor, weight: Tensor, scales: Sequence[Tensor] | None, norm: Tensor | None,
+    op: str = "mix",
+) -> None:  # fmt: skip
+    for name, x in (("weight", weight), ("norm", norm)):
+        if x is not None and x.shape != partial.shape[-1:]:
+            raise ValueError(f"{op}: {name} must be [{partial.shape[-1]}], got {tuple(x.shape)}.")
     for i, block in enumerate(blocks):
         if block.shape != partial.shape:
-            raise ValueError(f"mix: block {i} is {tuple(block.shape)}, the partial sum {tuple(partial.shape)}.")
+            raise ValueError(f"{op}: block {i} is {tuple(block.shape)}, the partial sum {tuple(partial.shape)}.")
     if scales is not None and len(scales) != len(blocks):
         raise ValueError(f"mix: {len(scales)} scales for {len(blocks)} blocks.")

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from perilune.ops.dispatch import fused, kernels, rows_of
 from perilune.ops.kept import kept
+from perilune.ops.precision import own_precision
 
 
 def short_conv(x: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -53,6 +54,10 @@ def short_convs(
         raise ValueError(
             f"short_conv: x must be [B,T,C] and weight [C,W], got {tuple(x.shape)}, {tuple(weight.shape)}."
         )
+    if lengths is not None and any(not isinstance(n, int) or n < 0 for n in lengths):
+        raise ValueError(f"short_conv: lengths must be integers of 0 or more, got {[*lengths]}.")
+    if parts < 1 or x.shape[-1] % parts or weight.shape[1] < 1:
+        raise ValueError(f"short_conv: {x.shape[-1]} channels in {parts} parts under {weight.shape[1]} taps do not go.")
     if lengths is not None and (x.shape[0] != 1 or sum(lengths) != x.shape[1]):
         raise ValueError(f"short_conv: lengths hold {sum(lengths)} tokens, x is {tuple(x.shape)}; packing needs B = 1.")
     taps = weight.shape[1]
@@ -60,15 +65,20 @@ def short_convs(
     if tail is not None and tail.shape != (sequences, x.shape[-1], taps - 1):
         raise ValueError(f"short_conv: tail must be {[sequences, x.shape[-1], taps - 1]}, got {tuple(tail.shape)}.")
     wants_tail = tail is not None and tail.requires_grad and torch.is_grad_enabled()
-    if parts in (1, 3) and not wants_tail and fused("short_conv", impl, x):
+    unless = None if parts in (1, 3) and not wants_tail else "they make one or three parts, and no gradient of a tail"
+    if fused("short_conv", impl, x, unless):
         spans = tuple(lengths) if lengths is not None else (x.shape[1],) * x.shape[0]
         ys = _Fused.apply(x, weight, tail, spans, parts, activation)
         return ys, _new_tail(x.reshape(-1, x.shape[-1]), tail, spans, taps)
+    if taps == 1:  # nothing crosses a border
+        y, _ = _ShortConv.apply(x, weight, None, None, activation)
+        return y.chunk(parts, -1), x.new_zeros(sequences, x.shape[-1], 0) if tail is None else tail.clone()
     rows = None if lengths is None or len(lengths) == 1 else _rows(tuple(lengths), taps, x.device)
     y, tail = _ShortConv.apply(x, weight, tail, rows, activation)
     return y.chunk(parts, -1), tail
 
 
+@own_precision
 def short_conv_reference(
     x: Tensor,
     weight: Tensor,
@@ -101,7 +111,7 @@ def _rows(lengths: tuple[int, ...], taps: int, device: torch.device) -> tuple[Te
 
     Returns the rows of the tokens [T], of the old tails [N·(W−1)] and of the new tails [N·(W−1)].
     """
-    count = torch.tensor(lengths)
+    count = torch.tensor(lengths, dtype=torch.int64)
     ahead = taps - 1
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), count)
     starts = count.cumsum(0) - count + ahead * torch.arange(len(lengths))  # extended row of each tail's first
@@ -116,7 +126,7 @@ def _rows(lengths: tuple[int, ...], taps: int, device: torch.device) -> tuple[Te
 def _places(lengths: tuple[int, ...], taps: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of each token its index within its sequence and the sequence's number, int32 [T]; and for each slot of the new
     tails [N,W−1] the token that fills it, or less than zero, counted back from the old tail's end."""
-    count = torch.tensor(lengths)
+    count = torch.tensor(lengths, dtype=torch.int64)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), count)
     starts = torch.tensor([0, *itertools.accumulate(lengths[:-1])])
     position = torch.arange(len(sequence)) - starts[sequence]

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perilune.ops.dispatch import fused, kernels
+from perilune.ops.dispatch import fused, kernels, readable
+from perilune.ops.precision import own_precision
 
 IGNORE = -100
 _CHUNK_VALUES = 1 << 23  # logits held at a time
@@ -34,16 +35,37 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, imp
         hidden: [T, D]; the product runs in its dtype, softmax and sums in fp32 (fp64 for fp64).
         weight: [V, D].
         targets: [T] integer ids; −100 is left out.
+    Under autocast nothing changes: the caller casts.
     Returns:
         A scalar fp32 (fp64) tensor; gradients flow to hidden and weight.
+    Raises:
+        ValueError: shapes or dtypes that do not fit, and targets outside the vocabulary where they lie on a CPU.
     """
+    _check(hidden, weight, targets)
     op = _Fused if fused("linear_cross_entropy", impl, hidden) else _LinearCrossEntropy
-    total: Tensor = op.apply(hidden, weight, targets, hidden.requires_grad or weight.requires_grad)
+    differentiate = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    total: Tensor = op.apply(hidden, weight, targets, differentiate)
     return total
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"linear_cross_entropy: hidden must be [T,D], weight [V,D]; got {[*hidden.shape]}, {[*weight.shape]}."
+        )
+    if targets.shape != hidden.shape[:1] or targets.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"linear_cross_entropy: targets must be [{len(hidden)}] integers, got {[*targets.shape]} {targets.dtype}."
+        )
+    if readable(targets):
+        wrong = (targets != IGNORE) & ((targets < 0) | (targets >= len(weight)))
+        if wrong.any():
+            raise ValueError(f"linear_cross_entropy: target {int(targets[wrong][0])} is not in 0..{len(weight) - 1}.")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @own_precision
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, differentiate: bool) -> Tensor:
         w = weight.to(hidden.dtype)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -104,6 +126,7 @@ def _exponentials(h: Tensor, w: Tensor, y: Tensor, wide: torch.dtype) -> tuple[T
 
 class _Fused(torch.autograd.Function):
     @staticmethod
+    @own_precision
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, differentiate: bool) -> Tensor:
         w = weight.to(hidden.dtype)
         nll = hidden.new_empty(len(hidden), dtype=torch.float32)

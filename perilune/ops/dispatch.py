@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +25,19 @@ _chaining = False
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def fused(op: str, impl: str, x: Tensor) -> bool:
-    """Whether `op` on x runs its kernels. Raises ValueError where "fused" is asked for and cannot be."""
-    if impl == "eager":
-        return False
-    why = _unfit(x.device.type, x.dtype)
-    if impl == "auto":
-        if x.device.type == AUTO:
-            _say(op, x.dtype, why)
-            return why is None
-        return False
-    if impl != "fused":
+def fused(op: str, impl: str, x: Tensor, unless: str | None = None) -> bool:
+    """Whether `op` on x runs its kernels; `unless`: why not whatever the device, for a call that they do not know.
+
+    Raises ValueError where "fused" is asked for and cannot be.
+    """
+    if impl not in ("auto", "fused", "eager"):
         raise ValueError(f"{op}: impl is {impl!r}; known are auto, fused, eager.")
+    if impl == "eager" or (impl == "auto" and (unless is not None or x.device.type != AUTO)):
+        return False
+    why = _unfit(x.device.type, x.dtype) or unless
+    if impl == "auto":
+        _say(op, x.dtype, why)
+        return why is None
     if why is not None:
         raise ValueError(f"{op}: the fused kernels cannot run this: {why}.")
     return True
@@ -83,6 +85,11 @@ def chained() -> Iterator[None]:
 
 def chaining() -> bool:
     return _chaining
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the values of x can be looked at for nothing: they lie on a CPU and nobody traces."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from perilune.ops.dispatch import fused, kernels, rows_of
+from perilune.ops.dispatch import fused, kernels, readable, rows_of
+from perilune.ops.precision import own_precision
 from perilune.ops.situ import (
+    ACTIVATIONS,
     keeps_slopes,
     packed_glu,
     situ_glu_forward,
@@ -45,27 +47,33 @@ class Activation(NamedTuple):
     beta: float | None = 4.0
     linear_beta: float | None = 25.0
 
+    @property
+    def swiglu(self) -> bool:
+        if self.name not in ACTIVATIONS:
+            raise ValueError(f"experts: the activation is {self.name!r}; known are {', '.join(ACTIVATIONS)}.")
+        return self.name == "swiglu"
+
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self.name == "swiglu":
+        if self.swiglu:
             return F.silu(gate.float()) * up if gate.dtype != torch.float64 else F.silu(gate) * up
         return situ_glu_forward(gate, up, float(self.beta or 1.0), self.linear_beta)
 
     def gradients(self, gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(value, d gate, d up)."""
-        if self.name == "swiglu":
+        if self.swiglu:
             return swiglu_gradients(gate, up, dout)
         return situ_glu_gradients(gate, up, dout, float(self.beta or 1.0), self.linear_beta)
 
     def slopes(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(value, its derivatives by gate and by up)."""
-        if self.name == "swiglu":
+        if self.swiglu:
             return swiglu_slopes(gate, up)
         return situ_glu_slopes(gate, up, float(self.beta or 1.0), self.linear_beta)
 
     @property
     def rules(self) -> tuple[float, float, int]:
         """(β₁, β₂, kind) as the kernels take them."""
-        kind = kernels("situ_triton").kind_of(self.name == "swiglu", self.linear_beta)
+        kind = kernels("situ_triton").kind_of(self.swiglu, self.linear_beta)
         return float(self.beta or 1.0), float(self.linear_beta or 1.0), kind
 
 
@@ -104,18 +112,22 @@ def experts(
     z [T,L] in the dtype of the expert weights, idx [T,k] int64, weight [T,k] fp32 -> [T,L] in z's dtype.
     shared: gate_up [2S,L] and down [L,S] of an expert that everybody takes with weight one; without a gradient.
     partial: choices of E, one past the last expert, are somebody else's and add nothing; without a gradient.
+    Raises ValueError naming the argument that does not fit. Choices are read where they lie on a CPU; elsewhere one
+    outside 0..E−1 gives rows that mean nothing.
     """
-    _check(z, idx, weight, gate_up, down)
-    if len(z) <= ONE and not torch.is_grad_enabled() and not partial and fused("experts", impl, z):
+    _check(z, gate_up, down)
+    check_choices("experts", z, idx, weight, gate_up.shape[0], partial)
+    quick = fused("experts", impl, z)
+    if quick and len(z) <= ONE and not torch.is_grad_enabled() and not partial:
         return _one(z, idx, weight, gate_up, down, activation or Activation(), shared)
     if shared is not None:
         routed = experts(z, idx, weight, gate_up, down, activation, partial=partial, impl=impl)
         return routed + gated_mlp(z, *shared, activation)
-    if not torch.is_grad_enabled() and idx.numel() <= FEW * gate_up.shape[0] and fused("experts", impl, z):
+    if quick and not torch.is_grad_enabled() and idx.numel() <= FEW * gate_up.shape[0]:
         return _few(z, idx, weight, gate_up, down, activation or Activation(), partial)
     if partial:
-        return _share(z, idx, weight, gate_up, down, activation)
-    if fused("experts", impl, z):
+        return _share(z, idx, weight, gate_up, down, activation, impl)
+    if quick:
         return _Fused.apply(z, idx, weight, gate_up, down, activation or Activation())
     order = order_rows(idx, gate_up.shape[0])
     rows = _Spread.apply(z, order.source, order.place, idx.shape[1])
@@ -159,14 +171,14 @@ def order_few(idx: Tensor, experts: int) -> tuple[Order, Tensor]:
 
 @torch.no_grad()
 def _share(
-    z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: Activation | None
+    z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: Activation | None, impl: str
 ) -> Tensor:
     """The rows of these experts alone, found on the host."""
     token, slot = (idx < len(gate_up)).nonzero(as_tuple=True)
     u = torch.zeros(z.shape, dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
     if len(token):
         chosen = idx[token, slot].unsqueeze(1), weight[token, slot].unsqueeze(1)
-        u.index_add_(0, token, experts(z[token], *chosen, gate_up, down, activation).to(u.dtype))
+        u.index_add_(0, token, experts(z[token], *chosen, gate_up, down, activation, impl=impl).to(u.dtype))
     return u.to(z.dtype)
 
 
@@ -183,6 +195,7 @@ def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, activation: Activation |
     return F.linear(packed_glu(F.linear(x, gate_up), *act), down)
 
 
+@own_precision
 def experts_reference(
     z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, activation: Activation | None = None
 ) -> Tensor:
@@ -192,7 +205,7 @@ def experts_reference(
     for e in range(gate_up.shape[0]):
         token, slot = torch.nonzero(idx == e, as_tuple=True)
         gate, up = F.linear(z[token], gate_up[e]).chunk(2, -1)
-        h = swiglu(gate, up) if act.name == "swiglu" else situ_glu_reference(gate, up, act.beta, act.linear_beta)
+        h = swiglu(gate, up) if act.swiglu else situ_glu_reference(gate, up, act.beta, act.linear_beta)
         y = F.linear(h, down[e]) * weight[token, slot].unsqueeze(-1)
         out = out.index_add(0, token, y.to(out.dtype))
     return out.to(z.dtype)
@@ -211,6 +224,7 @@ def grouped_mlp(
     """Rows already sorted by expert (what an exchange between devices delivers): rows [R,L], ends [E] int32 cumulative
     counts (ends[−1] = R), row_weight [R] -> weighted expert outputs [R,L]."""
     act = activation or Activation()
+    _check_rows(rows, ends, row_weight, gate_up, down)
     if fused("grouped_mlp", impl, rows):
         return _FusedMlp.apply(rows, ends, row_weight, gate_up, down, act)
     return _GroupedMlp.apply(rows, ends, row_weight, gate_up, down, act, keeps_slopes(rows))
@@ -398,11 +412,43 @@ def _sum_slots(rows: Tensor, place: Tensor, k: int) -> Tensor:
     return picked.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
 
 
-def _check(z: Tensor, idx: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> None:
-    E, I2, L = gate_up.shape
+def _check(z: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    _check_weights(z, gate_up, down)
+    L = gate_up.shape[2]
     if z.dim() != 2 or z.shape[1] != L:
         raise ValueError(f"experts: z must be [T,{L}], got {tuple(z.shape)}.")
+
+
+def _check_weights(x: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    if gate_up.dim() != 3 or gate_up.shape[1] % 2:
+        raise ValueError(f"experts: gate_up must be [E,2I,L], got {tuple(gate_up.shape)}.")
+    E, I2, L = gate_up.shape
     if down.shape != (E, L, I2 // 2):
         raise ValueError(f"experts: down must be [{E},{L},{I2 // 2}], got {tuple(down.shape)}.")
-    if idx.shape != weight.shape or idx.shape[0] != z.shape[0]:
-        raise ValueError(f"experts: idx {tuple(idx.shape)} and weight {tuple(weight.shape)} must be [{z.shape[0]},k].")
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(f"experts: rows and weights must share a dtype, not {x.dtype}, {gate_up.dtype}, {down.dtype}.")
+
+
+def _check_rows(rows: Tensor, ends: Tensor, row_weight: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    _check_weights(rows, gate_up, down)
+    R, E, L = len(rows), gate_up.shape[0], gate_up.shape[2]
+    if rows.shape != (R, L) or row_weight.shape != (R,):
+        raise ValueError(
+            f"grouped_mlp: need rows [R,{L}] and row_weight [R], got {[*rows.shape]}, {[*row_weight.shape]}."
+        )
+    if ends.shape != (E,) or ends.dtype != torch.int32:
+        raise ValueError(f"grouped_mlp: ends must be [{E}] int32, got {tuple(ends.shape)} {ends.dtype}.")
+    if readable(ends) and ([*ends.tolist()] != sorted(ends.tolist()) or int(ends[-1]) != R or int(ends[0]) < 0):
+        raise ValueError(f"grouped_mlp: ends must rise to the {R} rows, got {ends.tolist()}.")
+
+
+def check_choices(op: str, z: Tensor, idx: Tensor, weight: Tensor, experts: int, partial: bool) -> None:
+    """Shapes and dtypes, and values where they can be looked at."""
+    if idx.dim() != 2 or idx.shape != weight.shape or idx.shape[0] != z.shape[0] or idx.shape[1] == 0:
+        raise ValueError(f"{op}: idx {tuple(idx.shape)} and weight {tuple(weight.shape)} must be [{z.shape[0]},k].")
+    if idx.dtype not in (torch.int64, torch.int32) or not weight.is_floating_point():
+        raise ValueError(f"{op}: idx must be integers and weight floating point, got {idx.dtype} and {weight.dtype}.")
+    if readable(idx) and idx.numel():
+        low, high = (int(x) for x in idx.aminmax())
+        if low < 0 or high >= experts + partial:
+            raise ValueError(f"{op}: choices must lie in 0..{experts - 1 + partial}, got {low}..{high}.")

@@ -14,10 +14,12 @@ N sequences, W tokens a window, H heads, R width of a latent, P tokens a page, J
 import torch
 from torch import Tensor
 
-from perilune.ops.dispatch import fused, kernels
+from perilune.ops.dispatch import fused, kernels, readable
+from perilune.ops.precision import own_precision
 
 
 @torch.no_grad()
+@own_precision
 def mla_decode(
     q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, *, values: int, scale: float, impl: str = "auto"
 ) -> Tensor:
@@ -27,7 +29,7 @@ def mla_decode(
         q: [N,W,H,R].
         latents: [pages,P,R] of q's dtype, any stride on the first axis; the window's own are already written.
         table: [N,J] integers, the pages of each sequence in order; what lies beyond its length must be finite.
-        lengths: [N] integers, tokens of each sequence, its window included.
+        lengths: [N] integers, tokens of each sequence, its window included: W at least, J·P at most.
         values: how many of the R are the value, the first ones.
         scale: of the scores.
     Returns:
@@ -97,5 +99,12 @@ def _check(q: Tensor, latents: Tensor, table: Tensor, lengths: Tensor, values: i
         )
     if table.dim() != 2 or table.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
         raise ValueError(f"mla_decode: table must be [{q.shape[0]},J] and lengths [{q.shape[0]}].")
+    if any(x.dtype not in (torch.int32, torch.int64) for x in (table, lengths)):
+        raise ValueError(f"mla_decode: table and lengths must be integers, got {table.dtype} and {lengths.dtype}.")
+    N, W, room = *q.shape[:2], table.shape[1] * latents.shape[1]
+    if readable(lengths) and N and not W <= int(lengths.min()) <= int(lengths.max()) <= room:
+        raise ValueError(
+            f"mla_decode: lengths must lie in {W}..{room}, from a window to full pages; got {lengths.tolist()}."
+        )
     if not 0 < values <= q.shape[3]:
         raise ValueError(f"mla_decode: values must lie in 1..{q.shape[3]}, not {values}.")

@@ -32,11 +32,17 @@ def unpack_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float
 def pack_mxfp4(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [..., n], n a multiple of 32 -> (packed uint8 [..., n/2], scale uint8 [..., n/32]).
 
-    `scale` fixes the scales; by default OCP's rule, 2^(⌊log2 amax⌋ − 2) of each group, 2^0 for a group of zeros.
+    `scale` fixes the scales; by default OCP's rule, 2^(⌊log2 amax⌋ − 2) of each group, 2^0 for a group of zeros. A NaN
+    makes the scale of its group 255 in the second case; a fixed scale has no code for it and it saturates.
     """
     groups = _groups(x)
     if scale is None:
         scale = ocp_scale(x, _E2M1_EMAX)
+    if scale.dtype != torch.uint8 or scale.shape != groups.shape[:-1]:
+        raise ValueError(
+            f"MXFP4 scales of {list(x.shape)} must be {list(groups.shape[:-1])} uint8, "
+            f"got {list(scale.shape)} {scale.dtype}."
+        )
     magnitude = groups.abs() * torch.exp2(_BIAS - scale.to(torch.float64)).unsqueeze(-1)
     codes = torch.bucketize(magnitude, _midpoints(x.device)).to(torch.uint8)
     codes = (codes | (torch.signbit(groups).to(torch.uint8) << 3)).flatten(-2)
@@ -83,7 +89,7 @@ class _StraightThrough(torch.autograd.Function):
 
 def _groups(x: Tensor) -> Tensor:
     """fp64 [..., n/32, 32]: powers of two then scale exactly, whatever x's exponent range."""
-    if x.shape[-1] % GROUP:
+    if x.dim() == 0 or x.shape[-1] % GROUP:
         raise ValueError(f"MX groups hold {GROUP} values; the last axis of {list(x.shape)} is not a multiple.")
     return x.to(torch.float64).unflatten(-1, (-1, GROUP))
 
@@ -91,7 +97,7 @@ def _groups(x: Tensor) -> Tensor:
 def _check(packed: Tensor, scale: Tensor) -> None:
     if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
         raise ValueError(f"MXFP4 codes and scales are uint8, not {packed.dtype} and {scale.dtype}.")
-    if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] * 2 != scale.shape[-1] * GROUP:
+    if packed.dim() == 0 or packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] * 2 != scale.shape[-1] * GROUP:
         raise ValueError(f"MXFP4 codes {list(packed.shape)} need a scale per {GROUP} values, not {list(scale.shape)}.")
 
 

@@ -32,6 +32,7 @@ def gated_rms_norm_reference(x: Tensor, gate: Tensor | None, weight: Tensor, eps
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> Tensor:
     """RMSNorm over the last axis. x [..., D] in any float dtype, weight [D]; returns x's dtype."""
+    _check("rms_norm", x, weight, None)
     if fused("rms_norm", impl, x):
         return _FusedNorm.apply(x, None, weight, eps)
     y: Tensor = _RMSNorm.apply(x, weight, eps)
@@ -41,6 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> Te
 @torch.no_grad()
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
     """(RMSNorm of x + added, x + added), both [..., D] in x's dtype, the sum rounded before its norm. No gradient."""
+    _check("add_rms_norm", x, weight, added)
     if fused("add_rms_norm", impl, x):
         y, total = kernels("norm_triton").add_forward(rows_of(x), rows_of(added), weight, eps)
         return y.view(x.shape), total.view(x.shape)
@@ -50,7 +52,8 @@ def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, *, impl: 
 
 def gated_rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, *, impl: str = "auto") -> Tensor:
     """KDA's output norm and sigmoid gate. x, gate [..., H,D], weight [D] fp32; returns x's dtype."""
-    if gate is not None and fused("gated_rms_norm", impl, x):
+    _check("gated_rms_norm", x, weight, gate)
+    if fused("gated_rms_norm", impl, x, None if gate is not None else "there is no gate"):
         return _FusedNorm.apply(x, gate, weight, eps)
     if gate is None:
         return gated_rms_norm_reference(x, None, weight, eps)
@@ -66,10 +69,19 @@ def sigmoid_gate_reference(x: Tensor, gate: Tensor) -> Tensor:
 
 def sigmoid_gate(x: Tensor, gate: Tensor, *, impl: str = "auto") -> Tensor:
     """MLA's output gate: x and gate [..., C] of one shape, any float dtypes; returns gate's dtype."""
+    if x.shape != gate.shape:
+        raise ValueError(f"sigmoid_gate: x {tuple(x.shape)} and gate {tuple(gate.shape)} must have one shape.")
     if not fused("sigmoid_gate", impl, x):
         return sigmoid_gate_reference(x, gate)
     y: Tensor = _FusedGate.apply(x, gate)
     return y
+
+
+def _check(op: str, x: Tensor, weight: Tensor, gate: Tensor | None) -> None:
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(f"{op}: x must be [...,D] and weight [D], got {tuple(x.shape)} and {tuple(weight.shape)}.")
+    if gate is not None and gate.shape != x.shape:
+        raise ValueError(f"{op}: x {tuple(x.shape)} and gate {tuple(gate.shape)} must have one shape.")
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perilune.ops.dispatch import fused, kernels
-from perilune.ops.experts import Activation, experts, experts_reference, order_few
+from perilune.ops.experts import Activation, check_choices, experts, experts_reference, order_few
 from perilune.ops.mx import GROUP, round_mxfp8, unpack_mxfp4
 
 
@@ -57,7 +57,8 @@ def packed_experts(
     trained so expects: z before the gate and up products, the activation before the down product.
     Raises ValueError naming the argument that does not fit.
     """
-    _check(z, idx, weight, gate_up, down)
+    _check(z, gate_up, down)
+    check_choices("packed_experts", z, idx, weight, len(gate_up.codes), partial)
     act = activation or Activation()
     if mxfp8:
         z, act = round_mxfp8(z), Rounded(*act)
@@ -89,7 +90,9 @@ def packed_experts_reference(
     return experts_reference(z, idx, weight, gate_up.unpack(z.dtype), down.unpack(z.dtype), activation)
 
 
-def _check(z: Tensor, idx: Tensor, weight: Tensor, gate_up: Packed, down: Packed) -> None:
+def _check(z: Tensor, gate_up: Packed, down: Packed) -> None:
+    if gate_up.codes.dim() != 3:
+        raise ValueError(f"packed_experts: gate_up must be [E,2I,L] packed, got {tuple(gate_up.codes.shape)}.")
     E, twice, half = gate_up.codes.shape
     L, inner = 2 * half, twice // 2
     if z.dim() != 2 or z.shape[1] != L:
@@ -98,7 +101,6 @@ def _check(z: Tensor, idx: Tensor, weight: Tensor, gate_up: Packed, down: Packed
         raise ValueError(f"packed_experts: widths {L} and {inner} must be multiples of {GROUP}.")
     if down.codes.shape != (E, L, inner // 2):
         raise ValueError(f"packed_experts: down must be [{E},{L},{inner}] packed, got {tuple(down.codes.shape)}.")
-    if idx.shape != weight.shape or idx.shape[0] != z.shape[0]:
-        raise ValueError(
-            f"packed_experts: idx {tuple(idx.shape)} and weight {tuple(weight.shape)} must be [{z.shape[0]},k]."
-        )
+    for name, x in (("gate_up", gate_up), ("down", down)):
+        if x.scales.shape != (*x.codes.shape[:2], x.codes.shape[2] * 2 // GROUP):
+            raise ValueError(f"packed_experts: scales of {name} do not fit its codes, got {tuple(x.scales.shape)}.")

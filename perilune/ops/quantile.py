@@ -49,8 +49,15 @@ def margin_histogram(
 
     One scatter of ones: no sort, no host sync, the same counts however the tokens are split.
     """
-    low, high = bin_range(bias_E)
     T, E = scores_TE.shape
+    if threshold_T.shape != (T,) or bias_E.shape != (E,) or bins < 1:
+        raise ValueError(
+            f"margin_histogram: need threshold [{T}], bias [{E}] and bins > 0, "
+            f"got {[*threshold_T.shape]}, {[*bias_E.shape]}, {bins}."
+        )
+    if mask_T is not None and (mask_T.shape != (T,) or mask_T.dtype != torch.bool):
+        raise ValueError(f"margin_histogram: mask must be [{T}] bool, got {[*mask_T.shape]} {mask_T.dtype}.")
+    low, high = bin_range(bias_E)
     if fused("margin_histogram", impl, scores_TE):
         scores, threshold = (x.detach().float().contiguous() for x in (scores_TE, threshold_T))
         counts: Tensor = kernels("quantile_triton").histogram(scores, threshold, low, high, bins, mask_T)
@@ -87,6 +94,8 @@ def histogram_quantile(counts_EB: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
 def exact_quantile(r_TE: Tensor, top_k: int) -> Tensor:
     """b̂ [E]: minus the (q+1)-th largest margin s − α, that is the (q+1)-th smallest r, q = ⌊k·m/n⌋."""
     tokens, experts = r_TE.shape
+    if tokens == 0:
+        raise ValueError("exact_quantile: there is no token.")
     return r_TE.kthvalue(min(tokens, tokens * top_k // experts + 1), dim=0).values
 
 
@@ -107,6 +116,8 @@ def alternating_solver(scores_TE: Tensor, top_k: int, steps: int = 100) -> Tenso
     Returns b = −β [E], centred. No step raises the dual; it need not reach the optimum where few tokens make it kinked.
     """
     tokens, experts = scores_TE.shape
+    if tokens == 0 or not 1 <= top_k < experts:
+        raise ValueError(f"alternating_solver: cannot give {tokens} tokens {top_k} of {experts} experts.")
     beta_E = scores_TE.new_zeros(experts)
     target = min(tokens - 1, tokens * top_k // experts)
     for _ in range(steps):

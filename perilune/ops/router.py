@@ -48,7 +48,7 @@ def select(
     experts = scores.shape[-1]
     if not 1 <= top_k <= experts:
         raise ValueError(f"select: top_k is {top_k} with {experts} experts.")
-    if experts % groups or not 1 <= top_groups <= groups:
+    if groups < 1 or experts % groups or not 1 <= top_groups <= groups:
         raise ValueError(f"select: {groups} groups (best {top_groups} kept) do not divide {experts} experts.")
     if top_k > experts // groups * top_groups:
         raise ValueError(f"select: top_k {top_k} is more than {top_groups} groups hold.")
@@ -92,8 +92,12 @@ def route(
     impl: str = "auto",
 ) -> Routing:
     """x [T,D], weight [E,D], bias [E] -> `Routing`."""
+    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"route: x must be [T,D] and weight [E,D], got {tuple(x.shape)} and {tuple(weight.shape)}.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"route: bias must be [{weight.shape[0]}], got {tuple(bias.shape)}.")
     plain = activation == "sigmoid" and groups == 1 and 1 <= top_k < weight.shape[0]
-    if plain and fused("route", impl, x):
+    if fused("route", impl, x, None if plain else "they choose some of one group by sigmoid"):
         idx, p, scores, threshold = _Fused.apply(x, weight, bias, top_k, renormalize, float(scaling))
         return Routing(idx, p, scores, threshold)
     scores = router_scores(x, weight, activation)

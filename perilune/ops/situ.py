@@ -18,12 +18,15 @@ from torch.nn import functional as F
 
 from perilune.ops.dispatch import fused, kernels, rows_of
 
+ACTIVATIONS = ("situ", "swiglu")
+
 
 def situ_glu(
     gate: Tensor, up: Tensor, beta: float | None = 4.0, linear_beta: float | None = 25.0, *, impl: str = "auto"
 ) -> Tensor:
     """SiTU-GLU of two tensors of one shape and dtype; the result has both."""
     _check("situ_glu", gate, up)
+    _check_betas(beta, linear_beta)
     betas = float(beta or 1.0), None if linear_beta is None else float(linear_beta)
     if fused("situ_glu", impl, gate):
         return _Fused.apply(gate, up, *betas, False)
@@ -47,6 +50,11 @@ def packed_glu(
 
     As `situ_glu` or `swiglu` of its halves, but the gradient is made in one piece.
     """
+    _check_betas(beta, linear_beta)
+    if name not in ACTIVATIONS or gate_up.shape[-1] % 2:
+        raise ValueError(
+            f"packed_glu: need {' or '.join(ACTIVATIONS)} of [gate | up], not {name!r} of {[*gate_up.shape]}."
+        )
     if fused("packed_glu", impl, gate_up):
         return _FusedPacked.apply(gate_up, float(beta or 1.0), linear_beta, name == "swiglu")
     gate, up = gate_up.chunk(2, -1)
@@ -203,8 +211,16 @@ def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _check_betas(beta: float | None, linear_beta: float | None) -> None:
+    if (beta or 0.0) < 0 or (linear_beta is not None and not linear_beta > 0):
+        raise ValueError(f"situ_glu: beta must not be negative and linear_beta be positive; got {beta}, {linear_beta}.")
+
+
 def _check(name: str, gate: Tensor, up: Tensor) -> None:
-    if gate.shape != up.shape or gate.dtype != up.dtype:
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
         raise ValueError(
-            f"{name}: gate and up must agree, got {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}."
+            f"{name}: gate and up must agree, got {tuple(gate.shape)} {gate.dtype} on {gate.device} and "
+            f"{tuple(up.shape)} {up.dtype} on {up.device}."
         )
+    if not gate.is_floating_point():
+        raise ValueError(f"{name}: gate and up must be floating point, got {gate.dtype}.")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from perilune.ops.dispatch import readable
 from perilune.ops.kda.drafts import Drafts
 from perilune.ops.kda.reference import accumulating, log_decay, spread, step, unit
 from perilune.ops.precision import own_precision
@@ -173,7 +174,7 @@ def _check_places(name: str, x: Tensor, slots: Tensor, limit: int) -> None:
     """Integers; of requests that are not padding below `limit`, read only where that waits for nobody."""
     if x.dtype not in (torch.int32, torch.int64) or x.device != slots.device:
         raise ValueError(f"decode: {name} must be int32 or int64 on {slots.device}, got {x.dtype} on {x.device}.")
-    if x.device.type != "cpu":
+    if not readable(x):
         return
     live = [n for n, slot in zip(x.tolist(), slots.tolist()) if slot != -1]
     if live and not 0 <= min(live) <= max(live) < limit:
