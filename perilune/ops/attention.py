@@ -70,9 +70,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> None:
     if any(not isinstance(n, int) or n < 0 for n in lengths):
         raise ValueError(f"attention: lengths must be integers of 0 or more, got {[*lengths]}.")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ValueError(
-            f"attention: q, k and v must share a floating-point dtype, not {q.dtype}, {k.dtype} and {v.dtype}."
-        )
+        raise ValueError(f"attention: q, k and v must share a dtype of floats, not {q.dtype}, {k.dtype} and {v.dtype}.")
 
 
 class _Fused(torch.autograd.Function):

@@ -77,7 +77,7 @@ WRONG = {
         lambda: short_conv(randn(1, 4, 2), randn(2, 4), lengths=[-1, 5]),
         lambda: short_conv(randn(1, 4, 2), randn(2, 4), lengths=[1.0, 3.0]),
     ],
-    "floating-point dtype": [lambda: attention(*(x.int() for x in QKV), [16], 1.0)],
+    "share a dtype of floats": [lambda: attention(*(x.int() for x in QKV), [16], 1.0)],
     "lengths must lie in 1..8": [
         lambda: mla_decode(**MLA | {"lengths": torch.tensor([0, 8])}),
         lambda: mla_decode(**MLA | {"lengths": torch.tensor([3, 9])}),
