@@ -146,7 +146,7 @@ def generate(
 def serve(
     where: Where,
     host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 picks a free one and logs it.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one and logs it.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name in the API; the directory's by default.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(envvar="PERILUNE_API_KEY", help="Opens /v1.")] = None,
     context: Annotated[int | None, typer.Option(help="Longest sequence; the model's by default.")] = None,
@@ -230,7 +230,7 @@ def serve(
 def route(
     workers: Annotated[list[str], typer.Option(help="Addresses of `perilune serve`, comma-separated or repeated.")],
     host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 picks a free one and logs it.")] = 8080,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one and logs it.")] = 8080,
     api_key: Annotated[list[str] | None, typer.Option(envvar="PERILUNE_API_KEY", help="Opens /v1.")] = None,
     budget: Annotated[float, typer.Option(help="Cost in flight on a worker, in new tokens.")] = 1e6,
     wait: Annotated[float, typer.Option(help="Seconds a request may wait for its budget before 429.")] = 10.0,

@@ -19,7 +19,7 @@ from perilune.sandbox import setup as parts
 from perilune.sandbox.catalogue import Network
 from perilune.sandbox.commands import Process
 from perilune.sandbox.doctor import examine
-from perilune.sandbox.errors import SandboxError
+from perilune.sandbox.errors import InvalidRequest, SandboxError
 from perilune.sandbox.images.recipe import build as run_recipe
 from perilune.sandbox.images.recipe import parse
 from perilune.sandbox.images.source import Builder, Image
@@ -40,8 +40,15 @@ def _failures() -> Iterator[None]:
     try:
         yield
     except SandboxError as error:
-        typer.echo(f"perilune sandbox: {error}", err=True)
-        raise typer.Exit(2) from None
+        sentence = str(error)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) or not error.strerror:
+            raise
+        sentence = f"{error.filename or 'this host'}: {error.strerror}"
+    else:
+        return
+    typer.echo(f"perilune sandbox: {sentence}", err=True)
+    raise typer.Exit(2)
 
 
 @contextlib.contextmanager
@@ -256,13 +263,15 @@ def _image(builder: Builder, source: str, path: Path) -> Image:
     if source.split(":")[0] == "debian":
         packages = ("bash", "ca-certificates", "curl", "git", "python3", "sudo", "procps", "iproute2")
         return builder.debootstrap(source.partition(":")[2] or "bookworm", packages)
+    if source.startswith(("/", ".")):
+        raise InvalidRequest(f"{source} does not exist")
     return builder.registry(source)
 
 
 @app.command()
 def serve(
     host: str = "127.0.0.1",
-    port: int = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     domain: Annotated[str, typer.Option(help="what get_host() builds names from")] = "localhost",
     internet: Annotated[bool, typer.Option(help="sandboxes get a network unless they decline")] = False,
     warm: Annotated[int, typer.Option(help="machines to keep ready for what was used last")] = 2,

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal as signals
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 from perilune.sandbox.agent import wire
 from perilune.sandbox.agent.stream import Event, Inbox, Stream
 from perilune.sandbox.agent.wire import Command, Type
-from perilune.sandbox.errors import NotFound, OutOfCapacity, SandboxError, TimedOut
+from perilune.sandbox.errors import GuestError, InvalidRequest, NotFound, OutOfCapacity, SandboxError, TimedOut
 
 LONGEST = 64 << 20  # bytes of a command's output kept in memory
 
@@ -119,7 +120,10 @@ class Commands:
             argv, user or record.user, cwd or record.workdir, tuple((env or {}).items()), pty, stdin or pty is not None
         )
         stream = live.agent.execute(plan, inbox)
-        event = inbox.get(60)
+        try:
+            event = inbox.get(60)
+        except GuestError as error:  # which of them it could not
+            raise GuestError(error.errno, f"{argv[0]} in {plan.cwd or 'home'} as {plan.user}: {error}") from None
         if event.type is not Type.STARTED:
             raise SandboxError(f"{argv[0]} did not start")
         return Process(stream, inbox)
@@ -135,6 +139,10 @@ class Commands:
         on_output: Callable[[str, bytes], None] | None = None,
     ) -> Result:
         """Run to the end. A non-zero exit is a result, not an error; after `timeout` seconds it is killed: TimedOut."""
+        if timeout is not None and not timeout <= threading.TIMEOUT_MAX:  # nan is not
+            raise InvalidRequest(f"a timeout is a number of seconds or None for none, not {timeout}")
+        if isinstance(stdin, str):
+            stdin = stdin.encode(errors="replace")
         process = self.start(command, user, cwd, env, stdin is not None)
         if stdin is not None:
             with contextlib.suppress(NotFound):

@@ -55,6 +55,9 @@ def test_a_day_at_the_shell(cli: Cli, tmp_path: Path) -> None:
     (child,) = cli("fork", box, "-n", "1").stdout.split()
     cli("cp", f"{child}:/root/in", str(tmp_path / "out"))
     assert (tmp_path / "out" / "deep" / "x").read_text() == "carried"
+    assert "No such file" in cli("cp", f"{child}:/root/in/deep/x", str(tmp_path / "absent" / "x"), code=2).stderr
+    assert "does not exist" in cli("build", str(tmp_path / "absent"), code=2).stderr
+    assert "--port" in cli("serve", "--port", "99999", code=2).stderr
     cli("snapshot", box, "mark")
     assert "mark" in cli("ls", "--templates").stdout
     again = cli("create", "mark").stdout.strip()

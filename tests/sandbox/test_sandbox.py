@@ -8,7 +8,7 @@ import pytest
 
 from perilune.sandbox import Runtime, Sandbox, SandboxError
 from perilune.sandbox.agent.wire import Change
-from perilune.sandbox.errors import GuestError, NotFound, TimedOut
+from perilune.sandbox.errors import GuestError, InvalidRequest, NotFound, TimedOut
 from perilune.sandbox.images.recipe import StepFailed, build, parse
 from perilune.sandbox.template import known_templates
 
@@ -41,6 +41,22 @@ def test_a_working_day(runtime: Runtime, tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         box.commands.run("true")
     assert issubclass(NotFound, SandboxError)
+
+
+def test_numbers_and_texts_that_no_guest_takes_are_named(runtime: Runtime) -> None:
+    with Sandbox.create(runtime=runtime) as box:
+        terminal = box.pty()
+        for wrong in (
+            lambda: terminal.resize(-1, 5), lambda: terminal.resize(80, 65536), lambda: box.open_port(1 << 16),
+            lambda: box.files.read("/\ud800"), lambda: box.commands.run("\ud800"),
+            lambda: box.commands.run("true", timeout=float("nan")), lambda: box.commands.run("true", timeout=1e300),
+        ):  # fmt: skip
+            with pytest.raises(InvalidRequest):
+                wrong()
+        assert box.commands.run("cat", stdin="half \ud800").stdout == "half ?"
+        with pytest.raises(GuestError, match="/bin/bash in /absent as root: cannot enter"):
+            box.commands.run("true", cwd="/absent")
+        terminal.kill()
 
 
 def test_a_port_without_a_network(runtime: Runtime) -> None:

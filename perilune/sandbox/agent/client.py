@@ -258,9 +258,10 @@ class Agent:
 
     def connect(self, port: int, sink: Sink) -> Stream:
         """A TCP connection to a port on the guest's loopback."""
+        payload = wire.short(port, "a port")
         stream = self._open()
         stream.listen(sink)
-        self.send(Type.CONNECT, stream.number, struct.pack("<H", port))
+        self.send(Type.CONNECT, stream.number, payload)
         return stream
 
     def operate(self, payload: bytes, sink: Sink) -> Stream:

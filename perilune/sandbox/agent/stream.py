@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from perilune.sandbox.agent.wire import CHUNK, INBOX, WINDOW, Command, Frame, Type
+from perilune.sandbox.agent.wire import CHUNK, INBOX, WINDOW, Command, Frame, Type, short
 from perilune.sandbox.errors import GuestError, MachineLost, NotFound, SandboxError, TimedOut
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Stream:
 
     def resize(self, columns: int, rows: int) -> None:
         """Of the terminal."""
-        self.agent.send(Type.RESIZE, self.number, struct.pack("<HH", columns, rows))
+        self.agent.send(Type.RESIZE, self.number, short(columns, "columns") + short(rows, "rows"))
 
     def close(self) -> None:
         """Forget the stream; a command or operation that still runs is killed."""

@@ -113,7 +113,17 @@ def strings(*texts: str) -> bytes:
     for text in texts:
         if "\0" in text:
             raise InvalidRequest("a path, argument or variable must not contain a NUL character")
-    return b"".join(text.encode("utf-8", "surrogateescape") + b"\0" for text in texts)
+    try:
+        return b"".join(text.encode("utf-8", "surrogateescape") + b"\0" for text in texts)
+    except UnicodeEncodeError:
+        raise InvalidRequest("a path, argument or variable must not hold half a character (a lone surrogate)") from None
+
+
+def short(number: int, words: str) -> bytes:
+    """A number of 16 bits; InvalidRequest, `words` saying what it is."""
+    if not isinstance(number, int) or not 0 <= number <= 0xFFFF:
+        raise InvalidRequest(f"{words} must be a whole number between 0 and 65535, not {number!r}")
+    return struct.pack("<H", number)
 
 
 def operation(op: Op, user: str, first: str = "", second: str = "", number: int = 0) -> bytes:
