@@ -7,7 +7,10 @@ from pathlib import Path
 
 from perilune.sandbox import guard, limits, setup
 from perilune.sandbox.errors import SetupMissing
+from perilune.sandbox.images import ext4
 from perilune.sandbox.vmm import accel, qemu
+
+_LOOPS = {True: "yes", False: "absent: images are packed from trees, in twice the time"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def examine(home: Path) -> list[Finding]:
         _privileges(),
         _guest(home),
         *_accelerator(),
-        Finding("cgroups", version > 0, cgroups),
+        Finding("cgroups", version > 0, cgroups, "" if version else "mount -t cgroup2 none /sys/fs/cgroup"),
         Finding("disk rates", True, f"the kernel's {rates}, and QEMU's own" if rates else "QEMU's own"),
         Finding(
             "tap", tap, "/dev/net/tun" if tap else "absent: sandboxes have no network", "" if tap else "modprobe tun"
@@ -85,6 +88,9 @@ def examine(home: Path) -> list[Finding]:
         _program("ip", "iproute2", "network namespaces"),
         _program("skopeo", "skopeo", "fetches images from registries"),
         _program("debootstrap", "debootstrap", "makes the default template"),
+        Finding(
+            "loop devices", ext4.mountable(), _LOOPS[ext4.mountable()], "" if ext4.mountable() else "modprobe loop"
+        ),
         _program("bwrap", "bubblewrap", "the process backend"),
         Finding("memory", guard.available_mb() > 512, f"{guard.available_mb()} MiB available"),
         Finding("disk", free > 2048, f"{free} MiB free under {home}"),

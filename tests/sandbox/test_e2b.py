@@ -163,6 +163,21 @@ def test_fork_and_snapshot(box: "e2b.Sandbox") -> None:
     assert e2b.Sandbox.delete_snapshot(snapshot.snapshot_id)
 
 
+@later
+def test_what_a_pause_keeps(url: str) -> None:
+    assert url
+    lifecycle = {"on_timeout": {"action": "pause", "mode": "filesystem"}}
+    with e2b.Sandbox.create("base", timeout=300, lifecycle=lifecycle) as made:
+        assert made.get_info().lifecycle["on_timeout"] == "pause"
+        for pause, connect in (({"mode": "filesystem"}, {}), ({}, {"on_resume": "reboot"})):
+            made.files.write("/home/user/x", "disk")
+            made.files.write("/dev/shm/x", "ram")
+            made.commands.run("sync", user="root")
+            assert made.pause(**pause) and not made.pause(**pause)
+            made = e2b.Sandbox.connect(made.sandbox_id, timeout=300, **connect)
+            assert made.files.read("/home/user/x") == "disk" and not made.files.exists("/dev/shm/x")
+
+
 def test_metrics_and_gone(box: "e2b.Sandbox", url: str) -> None:
     (metrics,) = box.get_metrics()
     assert 0 < metrics.mem_used < metrics.mem_total and metrics.disk_total > metrics.disk_used > 0

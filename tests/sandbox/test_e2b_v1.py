@@ -7,6 +7,7 @@ import json
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,52 @@ def test_a_place_for_a_build_in_the_older_words(client: Client) -> None:
     assert found["status"] == "ready"
     (view,) = [one for one in client.api("GET", "/templates")[1] if one["aliases"] == ["old-words"]]
     assert client.api("DELETE", f"/templates/{view['templateID']}")[0] == 204
+
+
+def test_ports_that_are_not_public_need_the_traffic_token(client: Client) -> None:
+    wanted = {"templateID": "base", "network": {"allowPublicTraffic": False}}
+    status, made = client.api("POST", "/sandboxes", wanted)
+    assert status == 201 and len({made["trafficAccessToken"], client.token, KEY}) == 3
+    where = {"E2b-Sandbox-Id": made["sandboxID"]}
+    page = 'printf "HTTP/1.0 200 OK\\r\\n\\r\\nserved"'
+    serve = {"cmd": "/bin/busybox", "args": ["nc", "-ll", "-p", "8000", "-e", "/bin/sh", "-c", page]}
+    raw = json.dumps({"process": serve}).encode()
+    kind = {"Content-Type": "application/connect+json", "Connect-Timeout-Ms": "15000"}
+    body = struct.pack(">BI", 0, len(raw)) + raw
+    threading.Thread(
+        target=client.daemon, args=("POST", "/process.Process/Start", body), kwargs={**kind, **where}
+    ).start()
+    until = time.monotonic() + 10
+    port = {**where, "E2b-Sandbox-Port": "8000"}
+    assert client.daemon("GET", "/", None, **port)[0] == 401
+    token = {"E2b-Traffic-Access-Token": made["trafficAccessToken"]}
+    while (answer := client.daemon("GET", "/", None, **port, **token)) != (200, b"served"):
+        assert answer[0] == 502 and b"port is not open" in answer[1] and time.monotonic() < until, answer
+        time.sleep(0.1)
+    assert client.api("DELETE", f"/sandboxes/{made['sandboxID']}")[0] == 204
+
+
+def _access(client: Client, box: str) -> str:
+    """The token of a sandbox that runs already, as a connecting SDK gets it."""
+    return str(client.api("POST", f"/sandboxes/{box}/connect", {"timeout": 60})[1].get("envdAccessToken", ""))
+
+
+def test_many_from_one_snapshot_and_one_from_many_requests(client: Client) -> None:
+    client.run("echo kept > /dev/shm/seed")
+    status, snapshot = client.api("POST", f"/sandboxes/{client.box}/snapshots", {"name": "seed"})
+    assert status == 201
+    status, made = client.api("POST", f"/snapshots/{snapshot['snapshotID']}/sandboxes", {"count": 3})
+    boxes = [one["sandbox"]["sandboxID"] for one in made]
+    assert status == 201 and len(set(boxes)) == 3
+    once = {**CLIENT, "X-API-KEY": KEY, "Idempotency-Key": "the-same", "Content-Type": "application/json"}
+    body = json.dumps({"templateID": "seed"}).encode()
+    twice = [json.loads(client._send("POST", "/sandboxes", body, once)[1])["sandboxID"] for _ in range(2)]
+    assert twice[0] == twice[1]
+    for box in {*boxes, *twice}:
+        where = {"E2b-Sandbox-Id": box, "X-Access-Token": _access(client, box)}
+        assert client.daemon("GET", "/files?path=/dev/shm/seed", None, **where) == (200, b"kept\n")
+        assert client.api("DELETE", f"/sandboxes/{box}")[0] == 204
+    assert client.api("DELETE", f"/templates/{snapshot['snapshotID']}")[0] == 204
 
 
 def test_by_domain_and_over_tls(runtime: Runtime, tmp_path: Path) -> None:

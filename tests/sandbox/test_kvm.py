@@ -22,6 +22,20 @@ def test_the_accelerator_is_chosen_by_speed() -> None:
     assert accel.probe("/dev/null").kind == "broken" and accel.probe("/nowhere").kind == "absent"
 
 
+def test_a_kernel_that_the_user_gives_is_used_with_kvm_when_it_is_built_for_it(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accel, "probe", lambda: Probe("emulated", 2, ""))
+    kernel = setup.load(home).kernel
+    guests = [setup.build(tmp_path / str(pvm), kernel, pvm) for pvm in (False, True)]
+    assert [guest.accelerator for guest in guests] == ["tcg", "kvm"]
+    assert guests[1].kernel == kernel and setup.load(tmp_path / "True").paravirtual
+    assert "norandmaps" in guests[0].append and "norandmaps" not in guests[1].append
+    (tmp_path / "text").write_text("no kernel")
+    with pytest.raises(SetupMissing, match="neither a vmlinux"):
+        setup.build(tmp_path / "other", tmp_path / "text")
+
+
 def test_without_kvm_it_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(SetupMissing, match=r"No such file.*--accelerator tcg"):
         accel.require("kvm", str(tmp_path / "kvm"))

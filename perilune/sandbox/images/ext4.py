@@ -17,7 +17,10 @@ def mountable() -> bool:
     """Whether this host has loop devices, so that an image can be written to as the file system that it is."""
     with tempfile.TemporaryDirectory(prefix="perilune-") as folder:
         probe = Path(folder) / "probe"
-        make(probe, 1)
+        try:
+            make(probe, 1)
+        except SetupMissing:
+            return False
         mount = ["unshare", "-m", "mount", "-o", "loop,ro,noload", str(probe), folder]
         return shutil.which("unshare") is not None and not subprocess.run(mount, capture_output=True).returncode
 
