@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from perilune.ops.dispatch import readable
 from perilune.parallel.fabric import Fabric, Terms, Traffic
 from perilune.parallel.loans import Loan, PackedLoan, Pools, packed
 from perilune.parallel.routes import capacity
@@ -72,6 +73,8 @@ class Exchange:
         """Plan this routing. experts_SK: integer [S, K], −1 for no entry; S may differ by rank, 0 included."""
         if experts_SK.dim() != 2 or experts_SK.shape[1] != self.top_k:
             raise ValueError(f"exchange: experts must be [tokens, {self.top_k}], got {tuple(experts_SK.shape)}")
+        if readable(experts_SK) and experts_SK.numel() and int(experts_SK.max()) >= self.experts:
+            raise ValueError(f"exchange: expert {int(experts_SK.max())} is not one of {self.experts}")
         if self.tokens is not None and experts_SK.shape[0] > self.tokens:
             raise ValueError(
                 f"exchange: rank {self.fabric.rank} brings {len(experts_SK)} tokens, at most {self.tokens}"
@@ -113,6 +116,14 @@ class Exchange:
 
         `loan.traffic.ends` are the groups of the rows: the first L of own experts, the other B of lent ones.
         """
+        local = self.experts // self.fabric.size
+        if x_SH.dim() != 2 or len(x_SH) != len(experts_SK) or weights_SK.shape != experts_SK.shape:
+            raise ValueError(
+                f"exchange: need x [S, H], experts and weights [S, {self.top_k}]; got {[*x_SH.shape]}, "
+                f"{[*experts_SK.shape]} and {[*weights_SK.shape]}"
+            )
+        if any(len(w) != local for w in own):
+            raise ValueError(f"exchange: a rank owns {local} experts, got tensors of {[len(w) for w in own]}")
         traffic = self.route(experts_SK)
         loan = self.loan(traffic, *own)
         return self.leave(compute(*self.enter(x_SH, weights_SK, loan), loan), traffic)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.ops.kda import kda
+from perilune.ops.precision import own_precision
 from perilune.parallel.fabric import Collective, accumulating
 from perilune.parallel.shards import Shard
 
@@ -53,12 +54,18 @@ def kda_parallel(
     document ends here. Every rank must call it. Backward runs the local part again and keeps only the inputs.
     Gradients of A_log and dt_bias are those of the local tokens: their sum over ranks is the whole.
     """
-    if q.shape[0] != 1 or q.shape[1] != piece.tokens:
+    if (piece.rank, piece.size) != (fabric.rank, fabric.size):
+        raise ValueError(
+            f"kda_parallel: the piece is rank {piece.rank}'s of {piece.size}, "
+            f"the fabric rank {fabric.rank} of {fabric.size}"
+        )
+    if q.dim() != 4 or q.shape[0] != 1 or q.shape[1] != piece.tokens:
         raise ValueError(f"kda_parallel: rank {piece.rank} holds {piece.tokens} tokens, q is {tuple(q.shape)}")
     options = {"lower_bound": lower_bound, "scale": q.shape[-1] ** -0.5 if scale is None else scale, "delta": delta}
     return _Scan.apply(q, k, v, gate, beta, A_log, dt_bias, state, fabric, piece, options | {"impl": impl})
 
 
+@own_precision  # autocast would round the states that documents carry
 def compose(fragments_RHKC: Tensor, piece: Shard, K: int) -> Tensor:
     """State entering this rank [H, K, V] from all ranks' [M | B]; zeros where its first document begins here."""
     S = torch.zeros_like(fragments_RHKC[0, ..., K:])
@@ -68,6 +75,7 @@ def compose(fragments_RHKC: Tensor, piece: Shard, K: int) -> Tensor:
     return S if piece.carried else torch.zeros_like(S)
 
 
+@own_precision
 def decompose(dS_RHKV: Tensor, fragments_RHKC: Tensor, piece: Shard) -> Tensor:
     """Gradient of the state that leaves this rank [H, K, V] from what later ranks ask of the states that enter them."""
     K = dS_RHKV.shape[-2]

@@ -161,11 +161,20 @@ def test_gradients_by_finite_differences() -> None:
         assert abs(float(up - down) / (2 * step) - float(grad[at])) < 1e-7
 
 
+def misfit(fabric: Threads, tokens: int = 3, local: int = 2) -> torch.Tensor:
+    ids, weights = torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2)
+    compute = lambda rows, *_: rows  # noqa: E731
+    return Exchange(fabric, 4, 2)(torch.zeros(tokens, 5), ids, weights, (torch.zeros(local, 5),), compute)
+
+
 @pytest.mark.parametrize(
     "build, message",
     [
         (lambda fabric: Exchange(fabric, 5, 1), "5 experts cannot be divided over 2 ranks"),
         (lambda fabric: Exchange(fabric, 4, 2).route(torch.zeros(3, 1, dtype=torch.long)), r"must be \[tokens, 2\]"),
+        (lambda fabric: Exchange(fabric, 4, 2).route(torch.full((3, 2), 4)), "expert 4 is not one of 4"),
+        (lambda fabric: misfit(fabric, tokens=2), r"need x \[S, H\], experts and weights \[S, 2\]"),
+        (lambda fabric: misfit(fabric, local=1), r"a rank owns 2 experts, got tensors of \[1\]"),
         (lambda fabric: Exchange(fabric, 4, 1, tokens=2).route(torch.zeros(3, 1, dtype=torch.long)), "at most 2"),
     ],
 )

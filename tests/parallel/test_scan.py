@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 import torch
-from parallel.sequences import DOCUMENTS, Sequences, alone, sequences, together
+from parallel.sequences import DOCUMENTS, PACKED, Sequences, alone, sequences, together
 from parallel.threads import run
 from torch import Tensor
 
+from perilune.parallel.scan import kda_parallel
 from perilune.parallel.shards import by_heads, by_tokens, context, gather_tokens, shard, tail
 
 
@@ -142,7 +143,28 @@ def test_heads_must_divide() -> None:
 def test_wrong_number_of_tokens_is_one_sentence() -> None:
     case = sequences(0, [8])
     with pytest.raises(ValueError, match="rank 0 holds 4 tokens"):
-        run(2, lambda fabric: case.call(fabric, shard([8], 0, 2)))
+        run(2, lambda fabric: case.call(fabric, shard([8], fabric.rank, 2)))
+
+
+def test_a_piece_of_another_rank_is_one_sentence() -> None:
+    case = sequences(0, [8])
+    with pytest.raises(ValueError, match=r"the piece is rank 0's of 3, the fabric rank \d of 2"):
+        run(2, lambda fabric: case.call(fabric, shard([8], 0, 3)))
+
+
+def test_autocast_does_not_round_what_crosses_borders() -> None:
+    """States travel and are folded in fp32 whatever the caller's products run in."""
+    case = sequences(4, [40], dtype=torch.float32, K=16, V=16)
+
+    def program(fabric, on: bool) -> tuple[Tensor, Tensor]:
+        piece = shard(case.documents, fabric.rank, 4)
+        here = slice(*piece.borders[piece.rank : piece.rank + 2])
+        cut = {n: t[:, here] if n in PACKED else t for n, t in case.inputs.items()}
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):  # a setting of this thread
+            return kda_parallel(**cut, fabric=fabric, piece=piece, **case.options)
+
+    plain, cast = (run(4, lambda fabric, on=on: program(fabric, on)) for on in (False, True))
+    assert all(torch.equal(a, b) for x, y in zip(plain, cast) for a, b in zip(x, y))
 
 
 def test_cases_span_every_border() -> None:
