@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 from perilune.config import ConfigError, ModelConfig, preset, three_to_one
 from perilune.data import DataConfig, Prepared, prepare
 from perilune.model.shards import write_json
@@ -103,6 +105,7 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None] = print) -> Path |
         recipe.mesh.resolve(1)
         return _walk(recipe, out, say)
     with processes(recipe.mesh.patience, local_device(recipe.train.device)) as rank:
+        _check_mesh(recipe)
         if rank == 0:
             return _walk(recipe, out, say)
         if "pretrain" in recipe.stages:
@@ -110,13 +113,26 @@ def run(recipe: Recipe, out: Path, say: Callable[[str], None] = print) -> Path |
     return None
 
 
+def _check_mesh(recipe: Recipe) -> None:
+    """What can be known before any data is prepared; the tokenizer's vocabulary is not."""
+    mesh, config = recipe.mesh.resolve(dist.get_world_size()), model_config(recipe.model)
+    mesh.check(config.replace(vocab_size=config.vocab_size // mesh.tp * mesh.tp), recipe.train)
+
+
 def _walk(recipe: Recipe, out: Path, say: Callable[[str], None]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
+    new = not any(out.iterdir())
     if not (out / "recipe.json").exists():
         write_json(out / "recipe.json", to_table(recipe))
     directory = out
-    for stage in recipe.stages:
-        directory = _STAGES[stage](recipe, out, say)
+    try:
+        for stage in recipe.stages:
+            directory = _STAGES[stage](recipe, out, say)
+    except ValueError:
+        if new and [path.name for path in out.iterdir()] == ["recipe.json"]:  # refused before anything was made with it
+            (out / "recipe.json").unlink()
+            out.rmdir()
+        raise
     write_json(out / "recipe.json", to_table(recipe))  # only now is a changed recipe what the run was made with
     return directory
 

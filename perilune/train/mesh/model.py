@@ -1,24 +1,26 @@
 """The part of a K3 that one rank holds: its stages, cut by tp and ep, set to work together, sharded by FSDP.
 
-Every rank builds the whole model from one seed, on the host, and keeps its part, so that the weights a run begins with
-are the same on any mesh. Afterwards a parameter is a DTensor in the modules and a plain local shard here.
+Every rank makes the whole model's weights from one seed, a tensor at a time, and keeps its part (see `fresh`), so that
+the weights a run begins with are the same on any mesh. A parameter is a DTensor in the modules and a plain local shard
+here.
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from perilune.config import ModelConfig
 from perilune.model.kda import KDA
 from perilune.model.mla import MLA
 from perilune.model.moe import LatentMoE
-from perilune.model.net import K3, Layer
+from perilune.model.net import Layer
 from perilune.parallel import Collective
-from perilune.train.mesh import groups, routed, sequence, tensors
+from perilune.train.mesh import fresh, groups, routed, sequence, tensors
 from perilune.train.mesh.activations import apply_policy
 from perilune.train.mesh.boxes import Box, Sizes, as_matrix, take, whole
 from perilune.train.mesh.devices import Mesh
@@ -42,8 +44,9 @@ class MeshModel:
         c = mesh.config
         self.sizes = Sizes(c.tp, c.ep, c.shard)
         torch.manual_seed(options.seed)
-        model = K3(config)
-        model.reset_parameters()
+        whole_model = fresh.skeleton(config)
+        begun = torch.get_rng_state()
+        model = deepcopy(whole_model)
         self.shapes = {n: tuple(p.shape) for n, p in (*model.named_parameters(), *model.named_buffers())}
         self.plans = plan(
             model.named_parameters(), config, mode=options.optimizer, weight_decay=options.weight_decay,
@@ -53,13 +56,25 @@ class MeshModel:
         self._parallelise()
         for stage in self.stages:
             sublayers = [getattr(layer, n) for layer in stage.all_layers() for n in _SUBLAYERS if hasattr(layer, n)]
-            groups.shard_parameters(stage, sublayers, self.sizes, mesh, dtype)  # on the device, a group at a time
-            stage.to(mesh.device)  # what is no parameter
+            groups.shard_parameters(stage, sublayers, self.sizes, mesh, dtype)
+            stage.to_empty(device=mesh.device)
+            if config.tie_word_embeddings:  # which to_empty undoes
+                stage.lm_head.weight = stage.embed_tokens.weight
         step.begin_backward = lambda stage, last: groups.begin_backward(stage, c.zero, last)
         self.parameters = {n: p for stage in self.stages for n, p in stage.named_parameters()}
         self.buffers = {n: b for stage in self.stages for n, b in stage.named_buffers()}
         self.locals = {n: p.detach().to_local() for n, p in self.parameters.items()}  # type: ignore[attr-defined]
+        torch.set_rng_state(begun)
+        fresh.fill(whole_model, self._take)
         self._twins = twin_group(mesh) if c.pp > 1 and config.num_nextn_predict_layers else None
+
+    def _take(self, name: str, values: Tensor) -> None:
+        """This rank's box of a whole parameter, or a whole bias."""
+        if name in self.locals:
+            box = self.box(name)
+            self.locals[name].view(box.shape).copy_(box.of(whole(values.shape), as_matrix(values)))
+        elif name in self.buffers:
+            self.buffers[name].copy_(values)
 
     @property
     def layers(self) -> list[Layer]:
