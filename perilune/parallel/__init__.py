@@ -8,10 +8,11 @@ kda_parallel(..., piece=...)   KDA on one rank's piece of a packed sequence; `sh
 from perilune.parallel.exchange import Exchange
 from perilune.parallel.experts import Experts
 from perilune.parallel.fabric import Collective, FabricError
-from perilune.parallel.planner import Plan, plan
-from perilune.parallel.routes import Route, Segments, route, segments
+from perilune.parallel.planner import plan
+from perilune.parallel.routes import Route, route, segments
 from perilune.parallel.scan import kda_parallel
 from perilune.parallel.shards import Shard, shard
+from perilune.parallel.tables import Plan, Segments
 
 __all__ = [
     "Collective",

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from perilune.parallel.planner import Plan, plan
-from perilune.parallel.routes import Route, Segments, count_rows, route, segments
+from perilune.parallel.planner import plan
+from perilune.parallel.routes import Route, count_rows, route, segments
+from perilune.parallel.tables import Plan, Segments
 
 
 class FabricError(RuntimeError):

@@ -16,48 +16,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from perilune.parallel.tables import Plan, occurrence
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who executes what. All tensors int64, on the device of `counts`, the same on every rank.
-
-    counts [R, E]    rows that source rank r routes to expert e (the input).
-    assigned [R, E]  rows of expert e executed on rank r: `assigned.sum(0) == counts.sum(0)`.
-    replicas [R, B]  global ids of the remote experts with rows on rank r, ascending; −1 idle.
-    rows [R]         rows executed on rank r: `assigned.sum(1)`.
-    quotas [R, R]    rows of experts at home on rank h that are executed on rank u (zero on the diagonal).
-    """
-
-    counts: Tensor
-    assigned: Tensor
-    replicas: Tensor
-    rows: Tensor
-    quotas: Tensor
-
-    @property
-    def ranks(self) -> int:
-        return self.counts.shape[0]
-
-    @property
-    def experts(self) -> int:
-        return self.counts.shape[1]
-
-    @property
-    def local(self) -> int:
-        """Experts at home on each rank, E/R."""
-        return self.experts // self.ranks
-
-    @property
-    def slots(self) -> int:
-        """Remote experts each rank has room for, B."""
-        return self.replicas.shape[1]
 
 
 def plan(counts: Tensor, *, num_slots: int | None = None, tolerance: int = 0, impl: str = "auto") -> Plan:
@@ -214,12 +179,3 @@ def _plan_of(counts: Tensor, kept: list[list[int]], copies: list[Copy], slots: i
     replicas[receiver, occurrence(receiver)] = home * local + expert  # sorted: ascending ids within a receiver
     on = counts.device
     return Plan(counts.long(), assigned.to(on), replicas.to(on), assigned.sum(1).to(on), quotas.to(on))
-
-
-def occurrence(values: Tensor) -> Tensor:
-    """For every element, how many equal ones come before it."""
-    order = torch.argsort(values, stable=True)
-    ascending = values[order]
-    count = torch.empty_like(values)
-    count[order] = torch.arange(values.numel(), device=values.device) - torch.searchsorted(ascending, ascending)
-    return count

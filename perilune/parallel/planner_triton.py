@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from perilune.parallel.planner import Plan
-from perilune.parallel.routes import Segments
+from perilune.parallel.tables import Plan, Segments
 
 _NEVER = tl.constexpr(1 << 62)
 

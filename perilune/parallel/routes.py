@@ -18,21 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perilune.parallel.planner import Plan, occurrence
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Row ranges of every expert on every rank. int64.
-
-    starts [R, E]  first row of expert e on rank r; −1 where r neither owns nor borrows e.
-    ends [R, G]    padded end of each group: what a grouped matmul takes as offsets.
-    rows [R, G]    rows in use of each group.
-    """
-
-    starts: Tensor
-    ends: Tensor
-    rows: Tensor
+from perilune.parallel.tables import Plan, Segments, occurrence
 
 
 @dataclass(frozen=True)

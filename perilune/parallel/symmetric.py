@@ -27,8 +27,8 @@ from torch import Tensor
 
 from perilune.parallel import symmetric_triton as kernels
 from perilune.parallel.fabric import FabricError, Terms, accumulating
-from perilune.parallel.planner import Plan
 from perilune.parallel.planner_triton import plan_segments_triton
+from perilune.parallel.tables import Plan
 
 PHASES = ("counts", "dispatch", "combine", "prefetch", "gradient reduce", "reuse of a buffer")
 WIDE = {torch.float64: tl.float64}  # everything else is summed in fp32

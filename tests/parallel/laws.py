@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.parallel.planner import Plan, plan
-from perilune.parallel.routes import Route, Segments, capacity, count_rows, route, segments
+from perilune.parallel.planner import plan
+from perilune.parallel.routes import Route, capacity, count_rows, route, segments
+from perilune.parallel.tables import Plan, Segments
 
 
 @dataclass(frozen=True)

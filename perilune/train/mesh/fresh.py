@@ -18,11 +18,20 @@ from perilune.model.net import K3
 
 
 class _Filled(TorchFunctionMode):
-    """Every in-place call on a tensor without storage acts on a real one, for `take(the tensor, its values)`."""
+    """Every in-place call on a tensor without storage acts on a real one, for `take(the tensor, its values)`.
+
+    The values lie in one buffer that the next call overwrites.
+    """
 
     def __init__(self, take: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
-        self.take = take
+        self.take, self.buffer = take, torch.empty(0, device="cpu")
+
+    def _like(self, target: Tensor) -> Tensor:
+        n = target.numel()
+        if self.buffer.numel() < n or self.buffer.dtype != target.dtype:
+            self.buffer = torch.empty(n, dtype=target.dtype, device="cpu")
+        return self.buffer[:n].view(target.shape)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -30,7 +39,7 @@ class _Filled(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if not (isinstance(target, Tensor) and target.is_meta and name.endswith("_") and not name.endswith("__")):
             return func(*args, **({} if args or target is None else {"tensor": target}), **kwargs)
-        values = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+        values = self._like(target)
         with torch.no_grad():
             func(values, *args[1:], **kwargs)
         self.take(target, values)
@@ -44,7 +53,10 @@ def skeleton(config: ModelConfig) -> K3:
 
 
 def fill(model: K3, take: Callable[[str, Tensor], None]) -> None:
-    """`reset_parameters` of a `skeleton`: take(name, values) of every parameter and buffer, the last call counts."""
+    """`reset_parameters` of a `skeleton`: take(name, values) of every parameter and buffer, the last call counts.
+
+    `values` are valid during the call.
+    """
     names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
     left = set(names.values())
 

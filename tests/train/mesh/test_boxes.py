@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from train.mesh.world import MODEL, OPTIONS
 
@@ -64,6 +64,7 @@ def test_parts_of_a_box() -> None:
     assert torch.equal((a & b).of(a, values), values[2:4, 3:5])
 
 
+@settings(deadline=None)
 @given(SIZES)
 def test_every_block_has_one_owner_and_all_its_parts(sizes: Sizes) -> None:
     model = K3(MODEL)

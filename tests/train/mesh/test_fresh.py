@@ -34,7 +34,7 @@ def test_values_and_generator_are_those_of_a_whole_model(config: ModelConfig) ->
     model = whole_model(config)
     after, got = torch.get_rng_state(), dict[str, torch.Tensor]()
     torch.manual_seed(5)
-    fill(skeleton(config), got.__setitem__)
+    fill(skeleton(config), lambda name, values: got.update({name: values.clone()}))
     want = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], value) for name, value in want.items())
