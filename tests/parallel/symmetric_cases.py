@@ -12,6 +12,7 @@ from parallel import threads
 from parallel.moe import Layer, Result, alone, layer, together
 from parallel.threads import Threads
 
+from perilune.ops.mx import round_mxfp4
 from perilune.parallel import symmetric
 from perilune.parallel.planner_triton import plan_segments_triton
 from perilune.parallel.symmetric import Shared, Symmetric
@@ -93,6 +94,13 @@ def check_many_blocks() -> None:
 def check_two_layers() -> None:
     case = layer(9, 2, 2, 2, [6, 6], torch.float32)
     equal(case, 2, layers=2, tokens=6)
+
+
+def check_packed() -> None:
+    """Experts on the MXFP4 grid travel as codes and scales, and arrive as they were."""
+    case = layer(25, 2, 2, 2, [5, 5], torch.float32, width=32)
+    case = Layer(case.x, case.experts, case.weights, round_mxfp4(case.gate_up), round_mxfp4(case.down), case.dy)
+    equal(case, 2, tokens=5, mxfp4=True)
 
 
 def check_barriers() -> None:
