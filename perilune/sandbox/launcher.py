@@ -17,7 +17,7 @@ from perilune.sandbox.agent.stream import Inbox
 from perilune.sandbox.agent.wire import Command, Op, Type
 from perilune.sandbox.catalogue import Record
 from perilune.sandbox.diff import Stored
-from perilune.sandbox.errors import GuestError, SnapshotCorrupt, TimedOut
+from perilune.sandbox.errors import GuestError, SandboxError, SnapshotCorrupt, TimedOut
 from perilune.sandbox.files import remove
 from perilune.sandbox.limits import Group
 from perilune.sandbox.live import Live, Spare, new_layer
@@ -41,28 +41,13 @@ class Launcher:
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16, "perilune-load"))
 
     def spawn(self, base: Path, shape: Shape, boot: bool = False, stem: bool = False) -> Spare:
-        """A QEMU on `base`; with `boot`, one that will start the guest kernel; a `stem` can be forked."""
+        """A QEMU on `base`; with `boot`, one that will start the guest kernel."""
         if not base.exists():  # QEMU would make an empty one
             raise SnapshotCorrupt(f"memory base {base.name} is missing")
         kernel = (self.guest.kernel, self.guest.initrd, self.guest.append) if boot else (None, None, "")
         spare = self._spare(base, shape, lambda folder: self.qemu.spawn(Plan(shape, base, folder, *kernel), stem))
         spare.stem = stem
         return spare
-
-    def fork(self, stem: Spare, snapshot: Snapshot, stored: Stored | None = None) -> Spare:
-        """A machine that holds `snapshot`'s guest, forked from one that has run a guest on the same memory base."""
-        assert stem.top is not None and stem.ram is not None
-        same = stem.snapshot == snapshot.id
-        opening = None if stored or same else self.threads.submit(self.store.open_memory, snapshot)
-        spare = self._spare(stem.base, stem.shape, stem.machine.fork)
-        spare.snapshot, spare.own, spare.ram = stem.snapshot, stem.own, replace(stem.ram, pid=spare.machine.pid)
-        with spare.at_risk():
-            if not same:
-                return self.load(spare, snapshot, opening.result() if opening else stored)
-            spare.top = new_layer(self.store, stem.top)
-            spare.claim()
-            spare.machine.seal_disk(spare.top)
-            return spare
 
     def _spare(self, base: Path, shape: Shape, start: Callable[[Path], QemuMachine]) -> Spare:
         folder = self.store.run / secrets.token_hex(8)
@@ -75,13 +60,70 @@ class Launcher:
             raise
         return Spare(machine, base, shape, Group(folder.name, shape.vcpus, shape.memory_mb + _OVERHEAD_MB))
 
+    # ---- from a machine that stands still ----
+
+    def fork(self, stem: Spare, snapshot: Snapshot) -> Spare:
+        """A machine that holds `snapshot`'s guest, forked from one that has run a guest on the same memory base."""
+        assert stem.top is not None and stem.ram is not None
+        opening = None
+        if stem.snapshot != snapshot.id:
+            opening = self.threads.submit(self.store.open_memory, snapshot)  # checked while QEMU starts
+        spare = self._spare(stem.base, stem.shape, stem.machine.fork)
+        spare.snapshot, spare.own, spare.ram = stem.snapshot, stem.own, replace(stem.ram, pid=spare.machine.pid)
+        if opening is None:
+            return self.branch(spare, stem.top)
+        with spare.at_risk():
+            return self.load(spare, snapshot, opening.result())
+
+    def twins(
+        self, machine: QemuMachine, base: Path, shape: Shape, below: Path, count: int
+    ) -> list[Spare | SandboxError]:
+        """Forks of a machine, whose disk layer is `below`; each has still to `branch` above it."""
+        made: list[Spare | SandboxError] = []
+        for _ in range(count):
+            try:
+                spare = self._spare(base, shape, machine.fork)
+                spare.claim(below)
+                made.append(spare)
+            except SandboxError as error:
+                made.append(error)
+        return made
+
+    def branch(self, spare: Spare | SandboxError, below: Path) -> Spare:
+        """Give a fork a disk layer of its own above the one on which it was forked."""
+        if isinstance(spare, SandboxError):
+            raise spare
+        with spare.at_risk():
+            spare.top = new_layer(self.store, below)
+            spare.claim(spare.top)
+            spare.machine.seal_disk(spare.top)
+            return spare
+
+    def split(self, live: Live, count: int) -> tuple[list[Spare | SandboxError], Path]:
+        """Forks of a running guest, which goes on, and the disk layer above which each branches."""
+        live.agent.quiesce()
+        below, made = live.top, []
+        try:
+            live.machine.stop()
+            made = self.twins(live.machine, live.base, live.record.shape, below, count)
+            live.seal(self.store)
+        except BaseException:
+            for spare in made:
+                if isinstance(spare, Spare):
+                    spare.discard()
+            raise
+        finally:
+            live.machine.run()
+            live.identify()
+        return made, below
+
     # ---- from a snapshot ----
 
     def load(self, spare: Spare, snapshot: Snapshot, stored: Stored | None = None) -> Spare:
         """Disk, memory, devices: afterwards the spare holds the snapshot's guest, stopped."""
         with spare.at_risk():
             before, spare.top = spare.top, new_layer(self.store, self.store.layers / snapshot.top)
-            spare.claim()
+            spare.claim(spare.top)
             stored = stored or self.store.open_memory(snapshot)  # checked while QEMU starts
             _ = spare.machine.qmp  # it has started, and so mapped its memory
             changed = self._fill(spare, stored)

@@ -50,6 +50,11 @@ class Live:
             f"sandbox {self.record.id} stands still: this host's disk is full; it goes on when there is room"
         )
 
+    @property
+    def forkable(self) -> bool:
+        """Whether its machine can be forked: a tap is no use to two."""
+        return self.machine.forkable and self.slot is None
+
     def limit(self) -> None:
         """Give the disk the rates that the record asks for."""
         asked = self.record.rates.bytes_per_second, self.record.rates.operations_per_second
@@ -101,7 +106,7 @@ class Live:
         remove(self.machine.agent_socket.parent)
 
 
-@dataclass
+@dataclass(eq=False)
 class Spare:
     """A machine without a sandbox: waiting for a guest, or holding the stopped guest of `snapshot`. From a `stem`
     others are forked; their disk layers stand on its."""
@@ -125,10 +130,9 @@ class Spare:
             self.discard()
             raise
 
-    def claim(self) -> None:
+    def claim(self, layer: Path) -> None:
         """What `Upkeep.collect` of any process leaves alone, until a record names it or the machine's folder goes."""
-        assert self.top is not None
-        (self.machine.agent_socket.parent / "holds").write_text(f"{self.base.name} {self.top.name}")
+        (self.machine.agent_socket.parent / "holds").write_text(f"{self.base.name} {layer.name}")
 
     def discard(self) -> None:
         """Not needed after all."""

@@ -13,7 +13,6 @@ import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from perilune.sandbox.diff import Stored
 from perilune.sandbox.errors import SandboxError
 from perilune.sandbox.launcher import Launcher
 from perilune.sandbox.live import Spare
@@ -63,8 +62,8 @@ class Pool:
             self._thread.start()
         self._changed.notify_all()
 
-    def take(self, snapshot: Snapshot, stored: Stored | None = None) -> Spare:
-        """A machine that holds `snapshot`'s guest, stopped; `stored` is its memory when that was opened already."""
+    def take(self, snapshot: Snapshot) -> Spare:
+        """A machine that holds `snapshot`'s guest, stopped."""
         with self._changed:
             spare, self._taken = self._pop(snapshot), time.monotonic()
             stem = self.stem(snapshot)
@@ -76,12 +75,12 @@ class Pool:
             return spare
         try:
             if spare:
-                return self.launcher.load(spare, snapshot, stored)
+                return self.launcher.load(spare, snapshot)
             if stem:
-                return self.launcher.fork(stem, snapshot, stored)
+                return self.launcher.fork(stem, snapshot)
         except (SandboxError, OSError) as error:  # a new one says whether the snapshot is at fault
             _log.warning("a machine that has run a guest could not take another: %s", error)
-        return self.launcher.load(self._spawn(snapshot), snapshot, stored)
+        return self.launcher.load(self._spawn(snapshot), snapshot)
 
     def _spawn(self, snapshot: Snapshot, stem: bool = False) -> Spare:
         return self.launcher.spawn(self.launcher.store.memory / snapshot.base, snapshot.shape, stem=stem)

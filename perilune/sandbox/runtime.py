@@ -16,18 +16,17 @@ from perilune.sandbox import linger, setup
 from perilune.sandbox.agent.client import Agent
 from perilune.sandbox.catalogue import Catalogue, Phase, Record
 from perilune.sandbox.checkpoint import Camera
-from perilune.sandbox.diff import Stored
 from perilune.sandbox.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, SandboxError
 from perilune.sandbox.files import on_host, remove
 from perilune.sandbox.guard import Guard
 from perilune.sandbox.launcher import Launcher
-from perilune.sandbox.live import Live
+from perilune.sandbox.live import Live, Spare
 from perilune.sandbox.pool import Pool
 from perilune.sandbox.request import Request, ending, new_name, twin
 from perilune.sandbox.roster import Roster
 from perilune.sandbox.snapshot import Snapshot, Store
 from perilune.sandbox.timeouts import Clock
-from perilune.sandbox.upkeep import FLATTEN_MEMORY, Upkeep
+from perilune.sandbox.upkeep import Upkeep
 from perilune.sandbox.vmm import accel, qemu
 from perilune.sandbox.vmm.driver import Platform
 from perilune.sandbox.vmm.zygote import Zygote
@@ -99,20 +98,56 @@ class Runtime(Roster):
     def create_many(self, request: Request, count: int) -> list[Record | SandboxError]:
         """Several from the same; each succeeds or fails for itself."""
         snapshot = self.resolve(request.template)
-        return self._children(snapshot, count, lambda: request.record(snapshot))
+        return self._copies(snapshot, count, lambda: request.record(snapshot))
 
-    def _children(self, snapshot: Snapshot, count: int, record: Callable[[], Record]) -> list[Record | SandboxError]:
+    def _copies(self, snapshot: Snapshot, count: int, record: Callable[[], Record]) -> list[Record | SandboxError]:
+        """Children of a snapshot. The first machine that holds its guest is forked for the others."""
         self.admit(count)
         self.store.check(snapshot, self.platform)
-        stored = self.store.open_memory(snapshot)
+        if snapshot.mode == "disk":
+            below = self.store.layers / snapshot.top
+            return self._children(count, record, lambda _, made: self.launcher.boot(below, made))
+        try:
+            with on_host("a new sandbox"):
+                first = self.pool.take(snapshot)
+        except SandboxError as error:
+            return [error] * count
+        if count > 1 and first.machine.forkable:
+            assert first.top is not None
+            spares = self.launcher.twins(first.machine, first.base, first.shape, first.top, count - 1)
+            return self._branches([*spares, first], first.top, record)
 
-        def one() -> Record | SandboxError:
+        def start(number: int, made: Record) -> Live:
+            with contextlib.suppress(OSError):  # young for `Upkeep.collect` until the last child has started
+                os.utime(self.store.path(snapshot.id))
+            return self.launcher.wake(self.pool.take(snapshot) if number else first, made, None)
+
+        children = self._children(count, record, start)
+        if isinstance(children[0], SandboxError):
+            first.discard()
+        return children
+
+    def _branches(
+        self, spares: list[Spare | SandboxError], below: Path, record: Callable[[], Record]
+    ) -> list[Record | SandboxError]:
+        """Children whose machines stand still already, all on the disk layer `below`."""
+        launcher = self.launcher
+        made = self._children(
+            len(spares), record, lambda i, one: launcher.wake(launcher.branch(spares[i], below), one, None)
+        )
+        for spare, child in zip(spares, made, strict=True):
+            if isinstance(spare, Spare) and isinstance(child, SandboxError):
+                spare.discard()
+        return made
+
+    def _children(
+        self, count: int, record: Callable[[], Record], start: Callable[[int, Record], Live]
+    ) -> list[Record | SandboxError]:
+        def one(number: int) -> Record | SandboxError:
             try:
                 made = record()
-                with contextlib.suppress(OSError):  # young for `Upkeep.collect` until the last child has started
-                    os.utime(self.store.path(snapshot.id))
                 with on_host("a new sandbox"), self.starting(made):
-                    self.started(self._restore(snapshot, made, None, stored))
+                    self.started(start(number, made))
                 return made
             except SandboxError as error:
                 return error
@@ -120,14 +155,14 @@ class Runtime(Roster):
         self._starting += count
         try:
             with ThreadPoolExecutor(min(count, _AT_ONCE)) as threads:
-                return list(threads.map(lambda _: one(), range(count)))
+                return list(threads.map(one, range(count)))
         finally:
             self._starting -= count
 
-    def _restore(self, snapshot: Snapshot, record: Record, agent: Agent | None, stored: Stored | None = None) -> Live:
+    def _restore(self, snapshot: Snapshot, record: Record, agent: Agent | None) -> Live:
         if snapshot.mode == "disk":
             return self.launcher.boot(self.store.layers / snapshot.top, record)
-        return self.launcher.wake(self.pool.take(snapshot, stored), record, agent)
+        return self.launcher.wake(self.pool.take(snapshot), record, agent)
 
     # ---- pausing and going on ----
 
@@ -219,15 +254,23 @@ class Runtime(Roster):
         if not 1 <= count <= 100:
             raise InvalidRequest(f"a fork makes between 1 and 100 children, not {count}")
         with self.lock(identity):
-            source = self.record(identity)
+            source, end = self.record(identity), ending(timeout)
             paused = source.phase is Phase.PAUSED
             self.admit(count)
-            snapshot = self.store.read(source.snapshot) if paused else self._capture(identity, "full", new_name("f"))
-        end = ending(timeout)
+            live = None if paused else self.awake(identity)
+            split = live is not None and live.forkable
+            if live and split:
+                with self.watched(live), on_host("a fork"):
+                    spares, below = self.launcher.split(live, count)
+                self.catalogue.put(live.record)
+            elif paused:
+                snapshot = self.store.read(source.snapshot)
+            else:
+                snapshot = self._capture(identity, "full", new_name("f"))
+        if split:
+            return self._branches(spares, below, lambda: twin(source, end))
         try:
-            if snapshot.diff and snapshot.diff.size * count > 4 * FLATTEN_MEMORY:
-                snapshot = self.store.flatten_memory(snapshot)  # once, instead of once a child
-            return self._children(snapshot, count, lambda: twin(source, end))
+            return self._copies(snapshot, count, lambda: twin(source, end))
         finally:
             if not paused:
                 remove(self.store.path(snapshot.id))

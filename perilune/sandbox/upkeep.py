@@ -19,7 +19,7 @@ from perilune.sandbox.network import remove as remove_namespace
 from perilune.sandbox.snapshot import Store
 from perilune.sandbox.vmm.child import Child, alive
 
-FLATTEN_MEMORY = 64 << 20  # bytes of diff from which a base of its own pays
+_FLATTEN_MEMORY = 64 << 20  # bytes of diff from which a base of its own pays
 _FLATTEN_DISK = 8  # overlays
 
 
@@ -60,7 +60,7 @@ class Upkeep:
             remove(self.store.path(previous))
         if len(snapshot.layers) > _FLATTEN_DISK:
             snapshot = self.store.flatten_disk(snapshot)
-        if snapshot.diff and snapshot.diff.size > FLATTEN_MEMORY:
+        if snapshot.diff and snapshot.diff.size > _FLATTEN_MEMORY:
             owner = next((r.id for r in self.catalogue.all() if r.snapshot == identity), identity)
             with self.lock(owner):  # nobody resumes from it meanwhile
                 self.store.flatten_memory(self.store.read(identity))

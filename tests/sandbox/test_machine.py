@@ -18,8 +18,8 @@ import pytest
 from perilune.sandbox import Guard, Network, Runtime, Sandbox, SandboxError, Shape, diff, memory
 from perilune.sandbox.catalogue import Phase
 from perilune.sandbox.errors import DiskFull
-from perilune.sandbox.live import Live
-from perilune.sandbox.snapshot import Store
+from perilune.sandbox.launcher import Launcher
+from perilune.sandbox.live import Live, Spare
 from perilune.sandbox.template import add_template
 from perilune.sandbox.vmm.machine import QemuMachine
 
@@ -78,7 +78,8 @@ def test_a_spare_keeps_its_disk_while_it_is_taken(runtime: Runtime) -> None:
     runtime.pool.want(template, 1)
     assert runtime.pool.ready()
     for layer in runtime.store.layers.glob("*.qcow2"):
-        os.utime(layer, (0, 0))
+        with contextlib.suppress(FileNotFoundError):  # nobody needed it
+            os.utime(layer, (0, 0))
     spare = runtime.pool.take(template)
     try:
         runtime.upkeep.collect()
@@ -88,31 +89,47 @@ def test_a_spare_keeps_its_disk_while_it_is_taken(runtime: Runtime) -> None:
         runtime.pool.drop(template.id)
 
 
-def test_a_fork_that_takes_long_keeps_its_snapshot(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No name keeps a fork's snapshot; an old one goes while children still wait to start from it."""
-    opened, restore = runtime.store.open_memory, runtime._restore
+def test_a_fork_that_takes_long_keeps_its_disk(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record names the layer on which children still wait to branch."""
+    branch = runtime.launcher.branch
 
-    def slowly(snapshot):
-        os.utime(runtime.store.path(snapshot.id), (0, 0))
-        return opened(snapshot)
-
-    def beside(*arguments):
+    def beside(_launcher: Launcher, spare: Spare, below: Path) -> Spare:
+        os.utime(below, (0, 0))
+        runtime.kill(box.id)
         runtime.upkeep.collect()
-        return restore(*arguments)
+        return branch(spare, below)
 
-    with Sandbox.create(runtime=runtime) as box:
-        monkeypatch.setattr(Store, "open_memory", lambda _, snapshot: slowly(snapshot))
-        monkeypatch.setattr(runtime, "_restore", beside)
-        (child,) = box.fork()
-        assert isinstance(child, Sandbox), child
-        child.kill()
+    def full(*_: object) -> Spare:
+        raise OSError(28, "No space left on device")
 
-        def full(*_):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(runtime, "_restore", full)
-        (failed,) = box.fork()
+    before = _machines(runtime)
+    with Sandbox.create(runtime=runtime) as source:
+        monkeypatch.setattr(Launcher, "branch", full)
+        (failed,) = source.fork()
         assert isinstance(failed, DiskFull)  # a child's own, not its siblings'
+    box = Sandbox.create(runtime=runtime)
+    box.files.write("/root/kept", "kept")
+    monkeypatch.setattr(Launcher, "branch", beside)
+    (child,) = box.fork()
+    assert isinstance(child, Sandbox), child
+    assert child.files.read_text("/root/kept") == "kept"
+    child.kill()
+    assert _machines(runtime) == before
+
+
+def test_what_cannot_be_forked_is_copied_by_way_of_a_snapshot(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _machines(runtime)
+    with Sandbox.create(runtime=runtime) as box:
+        box.files.write("/dev/shm/own", "kept")
+        monkeypatch.setattr(QemuMachine, "forkable", False)
+        made = box.fork(3)
+        assert [c.files.read_text("/dev/shm/own") for c in made if isinstance(c, Sandbox)] == ["kept"] * 3
+        for child in made:
+            assert isinstance(child, Sandbox)
+            child.kill()
+    assert _machines(runtime) == before
 
 
 def test_a_machine_that_held_a_sibling_takes_a_paused_sandbox(runtime: Runtime, tmp_path: Path) -> None:

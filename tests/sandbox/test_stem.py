@@ -68,6 +68,33 @@ def test_many_are_forked_at_once(runtime: Runtime) -> None:
         list(threads.map(Sandbox.kill, boxes))
 
 
+def test_a_running_guest_is_forked_where_it_stands(runtime: Runtime) -> None:
+    box = Sandbox.create(runtime=runtime)
+    counting = box.commands.start("for i in $(seq 100000); do echo $i > /dev/shm/n; sleep 0.02; done")
+    while not box.files.exists("/dev/shm/n"):
+        time.sleep(0.05)
+    box.files.write("/root/own", "before")
+    snapshots = set(runtime.store.ids())
+    made = [child for child in box.fork(3) if isinstance(child, Sandbox)]
+    assert len(made) == 3 and set(runtime.store.ids()) == snapshots  # by way of no snapshot
+    box.files.write("/root/own", "after")
+    for child in made:
+        assert counting.pid in [pid for pid, _ in child.commands.list()]
+        assert child.files.read_text("/root/own") == "before"
+        first = int(child.files.read_text("/dev/shm/n") or 0)
+        time.sleep(0.3)
+        assert int(child.files.read_text("/dev/shm/n") or first + 1) > first
+    made[0].pause()
+    box.kill()
+    runtime.upkeep.settle()
+    runtime.upkeep.collect(0)  # what the source sealed is below its children still
+    made[0].resume()
+    (grandchild,) = made[0].fork()
+    assert isinstance(grandchild, Sandbox) and grandchild.files.read_text("/root/own") == "before"
+    for child in (*made, grandchild):
+        child.kill()
+
+
 def test_a_killed_stem_is_replaced_and_its_children_live(runtime: Runtime, stem: Spare) -> None:
     with Sandbox.create(runtime=runtime) as child:
         os.kill(stem.machine.pid, signal.SIGKILL)

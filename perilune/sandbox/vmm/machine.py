@@ -32,7 +32,7 @@ class QemuMachine:
     """One QEMU process. All methods raise typed errors and leave the process dead or in a named state."""
 
     def __init__(
-        self, child: Child, folder: Path, state: State, jailed: bool = False, door: Door | None = None
+        self, child: Child, folder: Path, state: State, door: Door | None = None, jailed: bool = False
     ) -> None:
         self._child, self._folder, self._state, self._jailed, self._door = child, folder, state, jailed, door
         self._qmp: Qmp | None = None
@@ -43,7 +43,7 @@ class QemuMachine:
     @classmethod
     def adopt(cls, pid: int, folder: Path) -> "QemuMachine":
         """Take over a QEMU that another process started and no longer watches."""
-        machine = cls(Child(pid), folder, State.STOPPED, Path(f"/proc/{pid}").stat().st_uid != os.geteuid())
+        machine = cls(Child(pid), folder, State.STOPPED, None, Path(f"/proc/{pid}").stat().st_uid != os.geteuid())
         with machine._failures():
             running = machine.qmp("query-status")["running"]
             machine._node = _top(machine.qmp("query-named-block-nodes"))
@@ -52,13 +52,22 @@ class QemuMachine:
 
     def fork(self, folder: Path) -> "QemuMachine":
         """Another process that stands where this one does, STOPPED, with sockets and logs in its own `folder`."""
-        assert self._door is not None
-        pid = self._door.ask(os.fsencode(folder))
+        if self._door is None:
+            raise OutOfCapacity("QEMU cannot be forked by this process")
+        door = Door()
+        pid = self._door.ask(os.fsencode(folder), door.theirs.fileno())
+        door.theirs.close()
         if pid <= 0:
+            door.close()
             raise OutOfCapacity(f"QEMU cannot be forked: {os.strerror(-pid) if pid else 'it ended'}")
-        machine = QemuMachine(Child(pid), folder, self._state)
+        machine = QemuMachine(Child(pid), folder, State.STOPPED, door)
         machine._node = self._node
         return machine
+
+    @property
+    def forkable(self) -> bool:
+        """Whether this process can fork it."""
+        return self._door is not None
 
     @property
     def qmp(self) -> Qmp:
@@ -214,6 +223,7 @@ class QemuMachine:
     def _close(self) -> None:
         if self._door:
             self._door.close()
+            self._door = None
         if self._qmp:
             self._qmp.close()
             self._qmp = None

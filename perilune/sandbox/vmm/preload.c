@@ -97,10 +97,10 @@ enum { MOST_WORDS = 512 };
 typedef int program(int, char **, char **);
 static char text[64 << 10];
 
-/* Of the descriptors that may come along, `fds` has the log and the door (-1: none). */
-static ssize_t receive(int door, int fds[2]) {
+/* A message and up to two descriptors (-1: none). */
+ssize_t receive(int door, char *text, size_t size, int fds[2]) {
   union { char bytes[CMSG_SPACE(2 * sizeof(int))]; struct cmsghdr align; } rights;
-  struct iovec piece = {text, sizeof text - 1};
+  struct iovec piece = {text, size};
   struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1, .msg_control = &rights, .msg_controllen = sizeof rights};
   ssize_t length = recvmsg(door, &message, MSG_CMSG_CLOEXEC);
   struct cmsghdr *head = length > 0 ? CMSG_FIRSTHDR(&message) : 0;
@@ -118,12 +118,13 @@ pid_t sibling(void) {
   return syscall(SYS_clone, flags, 0, 0, cached, 0);
 }
 
-/* A message is 'i' (in namespaces of its own) or '-', then NUL-terminated words, and the descriptors of a log and, for a
- * machine that others will be forked from, of its door. The answer is the process's number. Returns in children only. */
+/* A message is 'i' (in namespaces of its own), 's' (ends when nobody is at its door any more) or '-', then NUL-terminated
+ * words, and the descriptors of a log and of the new machine's door (stem.c). The answer is its number. Returns in
+ * children only. */
 static int serve(int door, char **words) {
   for (;;) {
     int fds[2], count = 0;
-    ssize_t length = receive(door, fds);
+    ssize_t length = receive(door, text, sizeof text - 1, fds);
     if (length <= 1) _exit(0);
     pid_t pid = sibling();
     if (pid) {
@@ -135,7 +136,7 @@ static int serve(int door, char **words) {
     setsid();
     dup2(fds[0], 1), dup2(fds[0], 2);
     close(door), close(fds[0]);
-    if (fds[1] >= 0) open_door(fds[1]);
+    if (fds[1] >= 0) open_door(fds[1], text[0] == 's');
     if (text[0] == 'i' && unshare(CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)) _exit(1);
     for (char *word = text + 1; word < text + length && count < MOST_WORDS; word += strlen(word) + 1) words[count++] = word;
     return count;

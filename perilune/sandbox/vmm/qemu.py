@@ -82,12 +82,12 @@ class Qemu:
             return command + boot + (["-initrd", str(plan.initrd)] if plan.initrd else [])
         return [*command, "-incoming", "defer", "-S"]
 
-    def spawn(self, plan: Plan, forkable: bool = False) -> "QemuMachine":
-        """Start a QEMU for `plan`: WAITING for a state, or (with a kernel) STOPPED before its first instruction."""
+    def spawn(self, plan: Plan, stem: bool = False) -> "QemuMachine":
+        """Start a QEMU for `plan`: WAITING for a state, or (with a kernel) STOPPED before its first instruction. A
+        `stem` ends with this process."""
         plan.folder.mkdir(parents=True, exist_ok=True)
         command = self.command(plan) + (["-S"] if plan.kernel else [])
         assert self.zygote is not None
-        door = Door() if forkable else None
-        child = Child(self.zygote.spawn(command, plan.folder / "qemu.log", self.jail is not None, door))
-        state = State.STOPPED if plan.kernel else State.WAITING
-        return QemuMachine(child, plan.folder, state, jailed=self.jail is not None, door=door)
+        door = None if self.jail else Door()
+        child = Child(self.zygote.spawn(command, plan.folder / "qemu.log", door, stem))
+        return QemuMachine(child, plan.folder, State.STOPPED if plan.kernel else State.WAITING, door, bool(self.jail))

@@ -40,7 +40,10 @@ int madvise(void *start, size_t length, int advice) {
 static void stand_still(int signal, siginfo_t *info, void *frame) {
   uint32_t at = __atomic_fetch_add(&stopped, 1, __ATOMIC_SEQ_CST), round = __atomic_load_n(&going, __ATOMIC_SEQ_CST);
   int error = errno;
-  (void)signal, (void)info;
+  if (info->si_code != SI_TKILL) { /* not ours: a fault of QEMU's own */
+    sigaction(signal, &(struct sigaction){.sa_handler = SIG_DFL}, 0);
+    return;
+  }
   if (at < MOST_THREADS) {
     threads[at].frame = frame, threads[at].pointer = (uintptr_t)pthread_self();
     __atomic_store_n(&threads[at].number, syscall(SYS_gettid), __ATOMIC_SEQ_CST);
@@ -148,13 +151,15 @@ static int socket_again(int fd, const char *from, const char *to) {
   return pair[0];
 }
 
+static int door;
+
 static void own_descriptors(const char *from, const char *to) {
   int all[MOST_FDS], count = numbers("/proc/self/fd", all, MOST_FDS);
   for (int i = 0; i < count; i++) {
     char link[64], path[4096], where[4096];
     snprintf(link, sizeof link, "/proc/self/fd/%d", all[i]);
     ssize_t length = readlink(link, path, sizeof path - 1);
-    if (length < 0) continue;
+    if (length < 0 || all[i] == door) continue;
     path[length] = 0;
     if (!strcmp(path, "anon_inode:[eventfd]")) replace(all[i], counter(all[i]));
     else if (!strncmp(path, "socket:", 7)) replace(all[i], socket_again(all[i], from, to));
@@ -165,36 +170,38 @@ static void own_descriptors(const char *from, const char *to) {
 
 /* ---- the door ---- */
 
-static int door;
+static bool ends; /* with whoever may ask */
 
-/* A message is the child's folder; the answer its number. */
+/* A message is the child's folder, with the child's own door; the answer its number. */
 static void *serve(void *none) {
   static char from[4096], to[4096];
-  for (;;) {
-    ssize_t length = recv(door, to, sizeof to - 1, 0), folder = readlink("/proc/self/fd/1", from, sizeof from - 1);
-    if (length <= 0 || folder <= 0) _exit(0); /* nobody will ask any more */
+  for (int theirs[2];;) {
+    ssize_t length = receive(door, to, sizeof to - 1, theirs), folder = readlink("/proc/self/fd/1", from, sizeof from - 1);
+    if (length <= 0 && ends) _exit(0);
+    while (length <= 0) pause(); /* a process lives as long as its first thread */
     to[length] = 0, from[folder] = 0, *strrchr(from, '/') = 0;
     stop_all();
     pid_t pid = sibling();
     if (pid) {
       go_on();
-      if (send(door, &pid, sizeof pid, 0) < 0) _exit(1);
+      syscall(SYS_close, theirs[0]);
+      if (send(door, &pid, sizeof pid, MSG_NOSIGNAL) < 0 && ends) _exit(1);
       continue;
     }
     setsid();
     syscall(SYS_close, door);
+    door = theirs[0], ends = false;
     own_descriptors(from, to);
     for (uint32_t i = 0; i < stopped && i < MOST_THREADS; i++) revive(threads + i);
-    for (;;) pause(); /* the process lives as long as its first thread */
   }
   return none;
 }
 
-void open_door(int number) {
+void open_door(int number, bool end) {
   struct sigaction action = {.sa_sigaction = stand_still, .sa_flags = SA_SIGINFO | SA_RESTART};
   pthread_t thread;
   sigset_t all, before;
-  door = number;
+  door = number, ends = end;
   sigaction(STOP, &action, 0);
   sigfillset(&all), pthread_sigmask(SIG_SETMASK, &all, &before);
   if (pthread_create(&thread, 0, serve, 0)) _exit(1);

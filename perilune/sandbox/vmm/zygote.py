@@ -47,15 +47,16 @@ class Zygote:
         self._process: subprocess.Popen[bytes] | None = None
         self._door: Door | None = None
 
-    def spawn(self, command: list[str], log: Path, isolated: bool = False, door: Door | None = None) -> int:
-        """Run `command` with its output in `log`; `isolated` in empty network, IPC and UTS namespaces; with a `door`
-        it can be forked from later. Returns the id of a child of this process that nobody has waited for."""
-        message = (b"i" if isolated else b"-") + b"".join(word.encode() + b"\0" for word in command)
+    def spawn(self, command: list[str], log: Path, door: Door | None, stem: bool = False) -> int:
+        """Run `command` with its output in `log`; by its `door` it can be forked later, and a `stem` ends when that is
+        closed. Without one, in empty network, IPC and UTS namespaces. Returns the id of a child of this process that
+        nobody has waited for."""
+        message = (b"s" if stem else b"-" if door else b"i") + b"".join(word.encode() + b"\0" for word in command)
         with self._lock, log.open("ab") as file:
             for _ in range(2):
-                fds = [file.fileno()] + ([door.theirs.fileno()] if door else [])
+                fds = (file.fileno(), *([door.theirs.fileno()] if door else []))
                 pid = (self._door or self._start()).ask(message, *fds)
-                if not pid or isolated:  # a machine in a jail has an address space that no other one shares the plan of
+                if not pid or not door:  # a machine in a jail has an address space that no other one shares the plan of
                     self._end()
                 if pid:
                     break
