@@ -44,6 +44,7 @@ class Pool:
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _taken: float = 0.0
     _thread: threading.Thread | None = None
+    _making: bool = False
     _closed: bool = False
 
     @property
@@ -117,9 +118,9 @@ class Pool:
         return gone
 
     def ready(self, timeout_s: float = 60.0) -> bool:
-        """Wait until every want is met."""
+        """Wait until every want is met, and what nobody wants any more has gone."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._next() is None, timeout_s)
+            return self._changed.wait_for(lambda: not self._making and self._next() is None, timeout_s)
 
     def _next(self) -> Snapshot | None:
         """For what to make a spare."""
@@ -160,6 +161,7 @@ class Pool:
                 if time.monotonic() < self._taken + _PAUSE_S:  # whoever took one still needs the processor
                     self._changed.wait(_PAUSE_S)
                     continue
+                self._making = True
             try:
                 self._make(snapshot)
             except Exception as error:
@@ -167,6 +169,8 @@ class Pool:
                     _log.exception("a spare could not be made")
                 with self._changed:
                     self._changed.wait(1.0)
+            finally:
+                self._making = False
 
     def _make(self, snapshot: Snapshot) -> None:
         with self._changed:
