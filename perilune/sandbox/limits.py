@@ -165,7 +165,7 @@ class Group:
         """Delete it; its processes must be gone (the kernel may need a moment)."""
         self.added()
         for folder in set(self.folders.values()):
-            for _ in range(20):
+            for _ in range(200):  # the init process may be slow to reap an orphan
                 try:
                     folder.rmdir()
                     break
