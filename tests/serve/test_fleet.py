@@ -66,10 +66,11 @@ def test_a_full_budget_sends_to_the_secondary_then_waits_then_refuses() -> None:
         made, replicas = router("ab", 1000.0, wait=0.05)
         first, second = placed("s", "ab")
         by_name = {r.replica_id.unique_id: r.replica_id for r in replicas}
-        for n, name in enumerate((first, second)):
-            asked = pending(errand("s", 300), f"r{n}")  # 308 of the short class' 350
+        for name in (first, second):
+            asked = pending(errand("s", 300), name)  # 308 of the short class' 350
             assert (await made.choose_replicas(replicas, asked))[0][0].replica_id.unique_id == name
             made.on_request_routed(asked, by_name[name], None)  # type: ignore[arg-type]
+            made.seats[name].sessions["s"] = 0.0  # as if it had been evicted: the next one costs as much
         late = pending(errand("s", 300), "late")
         assert await made.choose_replicas(replicas, late) == [] and not late.future.done()
         other = pending(errand("t" * 8, 9000), "long")  # a class of its own: not held up by short ones
@@ -77,11 +78,12 @@ def test_a_full_budget_sends_to_the_secondary_then_waits_then_refuses() -> None:
         await asyncio.sleep(0.1)
         assert await made.choose_replicas(replicas, late) == []
         assert isinstance(late.future.exception(), Refused)
-        made.on_request_completed(by_name[first], "r0")
+        made.on_request_completed(by_name[first], first)
         again = pending(errand("s", 300), "again")
         (rank,) = await made.choose_replicas(replicas, again)
         assert rank[0].replica_id.unique_id == first
         assert again.args[0].headers["x-request-class"] == "short"
+        made.on_request_routed(again, by_name[first], None)  # type: ignore[arg-type]
         assert made.seats[first].sessions["s"] == 300  # the next turn there is priced as cached
 
     asyncio.run(story())

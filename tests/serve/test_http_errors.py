@@ -73,6 +73,9 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
         (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs"),
         (TEXT, {"prompt": "x", "logprobs": True}, "logprobs"),
+        (TEXT, {"prompt": "x", "echo": 0}, "echo"),
+        (TEXT, {"prompt": [[False]]}, "prompt"),
+        (TEXT, {"prompt": "x", "max_tokens": "8"}, "max_tokens"),
         (CHAT, {"max_tokens": True}, "max_tokens"),
         ("/tokenize", {}, "prompt"),
     ],
@@ -269,7 +272,11 @@ def assert_documented(operation: dict[str, Any], response: httpx.Response) -> No
     status, kind = str(response.status_code), response.headers["content-type"].split(";")[0]
     known = operation["responses"].get(status) or operation["responses"][status[0] + "XX"]
     schema = known["content"][kind]["schema"]
-    jsonschema.validate(response.json() if kind == "application/json" else response.text, schema)
+    if kind == "text/event-stream":
+        for event in response.text.split("\n\n")[:-1]:
+            jsonschema.validate({"data": event.removeprefix("data: ")}, schema)
+    else:
+        jsonschema.validate(response.json() if kind == "application/json" else response.text, schema)
 
 
 def test_the_document_says_what_is_answered(live: Live) -> None:

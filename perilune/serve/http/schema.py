@@ -6,11 +6,20 @@ through here as they came.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, field_validator
 
 Json = dict[str, Any]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
-Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+def _number(value: Any) -> Any:
+    """JSON's true is no 1 and its "1" none either, though pydantic would take them."""
+    if isinstance(value, bool | str):
+        raise ValueError("should be a number")
+    return value
+
+
+Id = Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_number)]
 Ids = Annotated[list[Id], Field(min_length=1)]
 _NUMBERS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
@@ -18,15 +27,8 @@ _NUMBERS = (
 )  # fmt: skip
 
 
-def _number(value: Any) -> Any:
-    """JSON's true is no 1, though Python's is."""
-    if isinstance(value, bool):
-        raise ValueError("should be a number, not true or false")
-    return value
-
-
 class StreamOptions(BaseModel):
-    include_usage: bool | None = None
+    include_usage: StrictBool | None = None
 
 
 class SamplingFields(BaseModel):
@@ -46,17 +48,17 @@ class SamplingFields(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: StrictBool | None = None
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     n: int | None = Field(None, ge=1)
-    stream: bool | None = None
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     prompt_cache_key: str | None = Field(None, description="names a session: the router keeps it on one worker")
     cache_salt: str | None = Field(None, description="requests share cached prefixes only under the same salt")
     service_tier: str | None = Field(None, description="flex is the engine's batch class, anything else interactive")
     structured_outputs: Json | None = Field(None, description="one of json (a schema), regex, choice (texts)")
-    return_token_ids: bool | None = Field(None, description="adds prompt_token_ids, and token_ids to each choice")
+    return_token_ids: StrictBool | None = Field(None, description="adds prompt_token_ids, and token_ids to each choice")
 
     _numbers = field_validator(*_NUMBERS, mode="before", check_fields=False)(_number)
 
@@ -65,18 +67,18 @@ class ChatBody(SamplingFields):
     messages: list[Json] = Field(min_length=1)
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
     response_format: Json | None = None
     thinking: Json | bool | None = None
     reasoning_effort: str | None = None
     max_completion_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
-    logprobs: bool | None = None
+    logprobs: StrictBool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
 class CompletionBody(SamplingFields):
     prompt: str | Ids | Annotated[list[str | Ids], Field(min_length=1, max_length=64)]
-    echo: bool | None = None
+    echo: StrictBool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: None = None
     best_of: Literal[1] | None = None
@@ -92,7 +94,9 @@ class TokenizeBody(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: list[Json] | None = None
-    add_special_tokens: bool | None = Field(None, description="read the names of special tokens in `prompt` as ids")
+    add_special_tokens: StrictBool | None = Field(
+        None, description="read the names of special tokens in `prompt` as ids"
+    )
 
 
 # --- what comes back, for the document ------------------------------------------------------------------------------
@@ -113,8 +117,8 @@ REFUSALS: dict[int | str, Json] = {
 
 
 def answers(schema: Json, kind: str = "application/json", streamed: bool = False) -> dict[int | str, Json]:
-    """An operation's responses: 200 of this schema, or events; refusals."""
-    events: Json = {"text/event-stream": {"schema": _STRING}} if streamed else {}
+    """An operation's responses: 200 of this schema, or events that each are of the other; refusals."""
+    events: Json = {"text/event-stream": {"schema": _object(data=_STRING)}} if streamed else {}
     return {200: {"description": "OK", "content": {kind: {"schema": schema}, **events}}, **REFUSALS}
 
 
