@@ -72,9 +72,9 @@ def mla_part(
     Raises:
         ValueError: one sentence that names the argument.
     """
-    _check(q.unsqueeze(1), latents, table, seen, values)
     nothing = (seen == 0).unsqueeze(-1)
-    seen = seen.clamp(min=1)
+    seen = seen + (seen == 0)
+    _check(q.unsqueeze(1), latents, table, seen, values)
     if fused("mla_decode", impl, q):
         o, lse = kernels("mla_triton").part(q.contiguous(), latents, table, seen, values, scale)
     else:
