@@ -125,6 +125,7 @@ def check_near_the_equation() -> None:
 
 
 if __name__ == "__main__":
+    symmetric.COPY_PROGRAMS, symmetric.STAGE_PROGRAMS = 3, 2  # the interpreter runs them one after the other
     symmetric.plan_segments_triton = locked(plan_segments_triton)
     globals()[sys.argv[1]]()
     print("ok")
