@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+from perilune.sandbox.files import remove
+
 ROOT = Path("/sys/fs/cgroup")
 NAME = "perilune"
 _PERIOD = 100_000
@@ -161,8 +163,16 @@ class Group:
         """Its processes."""
         return [int(line) for line in self._get("memory", "cgroup.procs").split()]
 
-    def remove(self) -> None:
-        """Delete it; its processes must be gone (the kernel may need a moment)."""
+    def dissolve(self, machine: Path) -> None:
+        """Delete it, and then the machine's folder that bears its name. Where the kernel is not done with its processes
+        yet, the folder stays without an owner: `Upkeep.collect` tries again."""
+        if self.remove():
+            remove(machine)
+        else:
+            (machine / "owner").unlink(missing_ok=True)
+
+    def remove(self) -> bool:
+        """Delete it; its processes must be gone (the kernel may need a moment). False when it is still there."""
         self.added()
         for folder in set(self.folders.values()):
             for _ in range(200):  # the init process may be slow to reap an orphan
@@ -173,3 +183,4 @@ class Group:
                     break
                 except OSError:
                     time.sleep(0.005)
+        return not any(folder.exists() for folder in self.folders.values())

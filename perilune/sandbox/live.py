@@ -102,8 +102,7 @@ class Live:
         if self.slot:
             self.slot.close()
             self.slot, self.record.slot = None, -1
-        self.group.remove()
-        remove(self.machine.agent_socket.parent)
+        self.group.dissolve(self.machine.agent_socket.parent)
 
 
 @dataclass(eq=False)
@@ -137,7 +136,6 @@ class Spare:
     def discard(self) -> None:
         """Not needed after all."""
         self.machine.kill()
-        self.group.remove()
-        remove(self.machine.agent_socket.parent)
+        self.group.dissolve(self.machine.agent_socket.parent)
         if self.top and not self.stem:
             remove(self.top)

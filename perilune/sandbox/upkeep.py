@@ -164,5 +164,4 @@ def _end_machine(folder: Path) -> None:
             with contextlib.suppress(OSError):
                 if os.readlink(process / "fd" / "1").startswith(f"{folder}/"):  # noqa: PTH115
                     Child(int(process.name)).kill()
-    Group(folder.name).remove()
-    remove(folder)
+    Group(folder.name).dissolve(folder)

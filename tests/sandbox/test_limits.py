@@ -81,6 +81,19 @@ def test_a_sandboxs_rates_are_the_kernels_and_qemus(runtime: Runtime) -> None:
         assert time.monotonic() - began > 1.5
 
 
+def test_a_machines_folder_goes_when_its_cgroup_has_gone(unified: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "one").mkdir(parents=True)
+    (tmp_path / "run" / "one" / "owner").write_text("1 1")
+    group = Group("one")
+    group.make()
+    (unified / "perilune" / "one" / "busy").touch()  # the kernel is not done with it
+    group.dissolve(tmp_path / "run" / "one")
+    assert (tmp_path / "run" / "one").is_dir() and not (tmp_path / "run" / "one" / "owner").exists()
+    (unified / "perilune" / "one" / "busy").unlink()
+    group.dissolve(tmp_path / "run" / "one")
+    assert not (tmp_path / "run" / "one").exists() and not (unified / "perilune" / "one").exists()
+
+
 def test_the_doctor_says_who_limits_the_disk(home: Path) -> None:
     (line,) = [found.detail for found in examine(home) if found.what == "disk rates"]
     assert line == (f"the kernel's {limits.io(home)}, and QEMU's own" if limits.io(home) else "QEMU's own")
