@@ -29,6 +29,7 @@ from perilune.sandbox.vmm.machine import QemuMachine
 from perilune.sandbox.vmm.qemu import Qemu
 
 _OVERHEAD_MB = 160  # of QEMU itself
+_CHILD_MB = 32  # what a fork touches before it is in a group of its own, and more
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Launcher:
         below, made = live.top, []
         try:
             live.machine.stop()
+            live.group.share(count * _CHILD_MB)
             made = self.twins(live.machine, live.base, live.record.shape, below, count)
             live.seal(self.store)
         except BaseException:

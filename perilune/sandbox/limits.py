@@ -16,6 +16,7 @@ from perilune.sandbox.files import remove
 ROOT = Path("/sys/fs/cgroup")
 NAME = "perilune"
 _PERIOD = 100_000
+_SOON_S = 0.05
 
 
 @functools.cache
@@ -65,7 +66,7 @@ class Group:
     """One sandbox's cgroup. Memory in MiB covers the guest's RAM and QEMU's own; a CPU share is a hard ceiling."""
 
     def __init__(self, name: str, vcpus: int = 0, memory_mb: int = 0) -> None:
-        self._adding: threading.Thread | None = None
+        self._adding: threading.Timer | None = None
         self._vcpus, self._memory_mb = vcpus, memory_mb
         if version() == 2:
             self.folders = dict.fromkeys(("memory", "cpu"), ROOT / NAME / name)
@@ -89,10 +90,23 @@ class Group:
         if self._vcpus:
             self._limit_cpu(self._vcpus)
 
+    def share(self, children_mb: int) -> None:
+        """What is forked from its processes starts here: until `unshare`, no limit of the CPU; for good, more memory,
+        for a page stays with the group in which it was first touched."""
+        self._memory_mb += children_mb if self._memory_mb else 0
+        self.make()
+        if self._vcpus:
+            self._limit_cpu(0)
+
+    def unshare(self) -> None:
+        """The forks have groups of their own."""
+        if self._vcpus:
+            self._limit_cpu(self._vcpus)
+
     def _limit_cpu(self, vcpus: int) -> None:
-        quota = vcpus * _PERIOD + _PERIOD // 4  # a quarter of a core for QEMU's own threads
+        quota = vcpus * _PERIOD + _PERIOD // 4 if vcpus else -1  # a quarter of a core for QEMU's own threads
         if version() == 2:
-            self._put("cpu", "cpu.max", f"{quota} {_PERIOD}")
+            self._put("cpu", "cpu.max", f"{quota if vcpus else 'max'} {_PERIOD}")
         else:
             self._put("cpu", "cpu.cfs_period_us", str(_PERIOD))
             self._put("cpu", "cpu.cfs_quota_us", str(quota))
@@ -137,7 +151,8 @@ class Group:
         """The same, once, beside other work: the kernel waits for a grace period (10 ms or more), and lets no process
         of this host start a thread meanwhile."""
         if self._adding is None:
-            self._adding = threading.Thread(target=self.add, args=(pid,), daemon=True)
+            self._adding = threading.Timer(_SOON_S, self.add, (pid,))
+            self._adding.daemon = True
             self._adding.start()
 
     def added(self) -> None:
@@ -173,6 +188,8 @@ class Group:
 
     def remove(self) -> bool:
         """Delete it; its processes must be gone (the kernel may need a moment). False when it is still there."""
+        if self._adding:
+            self._adding.cancel()
         self.added()
         for folder in set(self.folders.values()):
             for _ in range(200):  # the init process may be slow to reap an orphan

@@ -182,7 +182,8 @@ class Pool:
             if made.stem:
                 self.launcher.rehearse(self.launcher.load(made, snapshot))
         _ = made.machine.qmp  # connected, so that whoever takes it need not wait
-        made.group.add_soon(made.machine.pid)
+        if not made.stem:  # from its group all that are forked would have to move
+            made.group.add_soon(made.machine.pid)
         with self._changed:
             if not self._closed and kind in map(kind_of, self._sought()):
                 if made.stem:

@@ -267,8 +267,11 @@ class Runtime(Roster):
                 snapshot = self.store.read(source.snapshot)
             else:
                 snapshot = self._capture(identity, "full", new_name("f"))
-        if split:
-            return self._branches(spares, below, lambda: twin(source, end))
+        if live and split:
+            try:
+                return self._branches(spares, below, lambda: twin(source, end))
+            finally:
+                live.group.unshare()
         try:
             return self._copies(snapshot, count, lambda: twin(source, end))
         finally:
