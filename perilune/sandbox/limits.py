@@ -192,7 +192,7 @@ class Group:
             self._adding.cancel()
         self.added()
         for folder in set(self.folders.values()):
-            for _ in range(200):  # the init process may be slow to reap an orphan
+            for _ in range(20):
                 try:
                     folder.rmdir()
                     break
