@@ -49,9 +49,9 @@ def shard_files(directory: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            files = [directory / name for name in names]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise WeightsError(f"{index} is not a safetensors index: {error}.") from error
-        files = [directory / name for name in names]
     elif (directory / "model.safetensors").is_file():
         files = [directory / "model.safetensors"]
     else:

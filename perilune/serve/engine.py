@@ -72,7 +72,7 @@ class Engine:
         )
         if o.speculate and not (model.mtp and windowed(geometry)):
             raise ValueError("speculate needs a model with an MTP layer and KDA layers without ablations.")
-        pool = Pool(geometry, _pages(geometry, o), self.device, _offload(geometry, o, self.device))
+        pool = _pool(geometry, o, self.device)
         layers = {m.layer: m for m in model.modules() if isinstance(m, KDA)}
         paged = Paged(pool, o.max_batch, self.context, layers, o.speculate, shares)
         self.scheduler = Scheduler(paged, o, self.context)
@@ -414,6 +414,20 @@ def _offload(g: Geometry, o: EngineOptions, device: torch.device) -> Pool | None
     """Pages in CPU memory for what the pool evicts, pinned where a GPU copies to and from them."""
     pages = o.offload_bytes // g.page_bytes
     return Pool(g, 1 + pages, "cpu", pin=device.type == "cuda") if pages else None
+
+
+def _pool(g: Geometry, o: EngineOptions, device: torch.device) -> Pool:
+    """The pool and what stands behind it. Raises ValueError where there is no room for them."""
+    pages = _pages(g, o)
+    try:
+        return Pool(g, pages, device, _offload(g, o, device))
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        size = f"{pages * g.page_bytes / 1e9:,.1f} GB and {o.offload_bytes / 1e9:,.1f} GB for offload"
+        raise ValueError(
+            f"A pool of {size} cannot be allocated; give fewer pool_tokens or a smaller max_batch."
+        ) from None
 
 
 def _pages(g: Geometry, o: EngineOptions) -> int:

@@ -183,6 +183,8 @@ class EngineOptions:
         for name in ("pool_tokens", "token_budget", "max_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.context is not None and self.context < 1:
+            raise ValueError(f"context must be at least 1, not {self.context}.")
         for name in ("max_waiting", "checkpoint_every", "offload_bytes", "speculate"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}.")

@@ -199,3 +199,10 @@ def test_a_full_disk_is_the_system_error_it_was(tmp_path, monkeypatch) -> None:
     with pytest.raises(OSError, match=r"w\.partial") as caught:
         save(K3(preset("tiny")), tmp_path / "w")
     assert caught.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("index", ["[]", "null", '{"weight_map": {"x": 5}}', "{"])
+def test_an_index_that_is_none_is_named(tmp_path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(WeightsError, match=r"index\.json is not a safetensors index"):
+        shard_files(tmp_path)

@@ -163,6 +163,14 @@ def test_what_can_never_run_is_refused_in_one_sentence(model: K3) -> None:
         engine.submit(Request("b", (1,), greedy()))
 
 
+@pytest.mark.parametrize(
+    ("size", "says"), [({"context": 0}, "context"), ({"pool_tokens": 10**13}, "cannot be allocated")]
+)
+def test_an_engine_that_cannot_be_says_so(model: K3, size: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Engine(model, EngineOptions(**size))
+
+
 def test_cancel_ends_a_request_wherever_it_is(model: K3) -> None:
     engine = Engine(model, dataclasses.replace(OPTIONS, max_batch=2))
     for name in "abc":

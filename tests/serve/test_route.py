@@ -235,6 +235,10 @@ def test_refusals_of_the_router() -> None:
     with fleet(1) as ((live, _),), routed(live.url) as http:
         assert http.post(CHAT, content=b"[1]").status_code == 400
         assert http.post(CHAT, json=ask(temperature=9)).json()["error"]["param"] == "temperature"  # the worker's own
+        json_ = {"content-type": "application/json"}
+        huge = http.post(CHAT, content=json.dumps(ask(max_tokens=10**400)), headers=json_)  # no float holds it
+        assert huge.status_code == 400 and huge.json()["error"]["param"] == "max_tokens"
+        assert http.post(CHAT, json=ask(), headers={"x-session-id": "é".encode()}).status_code == 200
         assert http.get("/v1/nothing").status_code == 404
     with pytest.raises(ValueError, match="distinct"):
         create_router(["http://a", "http://a/"])

@@ -25,6 +25,7 @@ log = logging.getLogger("perilune.route")
 _FORWARDED = ("authorization", "content-type", "accept", "x-request-id", "x-session-id")
 _RETURNED = ("content-type", "cache-control", "retry-after")
 _RETRIED = (429, 500, 502, 503, 504)  # of the primary's answers: nothing was shown yet, the secondary may do better
+_MOST_OUTPUT = 1 << 31
 _OUTPUT = 512  # tokens of output where a request names no limit
 
 
@@ -51,7 +52,8 @@ class Errand:
             raise ApiError(400, UNPARSED)
         kept = {key: headers[key] for key in _FORWARDED if key in headers}
         limit = asked.get("max_completion_tokens") or asked.get("max_tokens") or _OUTPUT
-        output = (limit if isinstance(limit, int) else _OUTPUT) * _count(asked.get("n"))
+        limit = min(max(limit, 0), _MOST_OUTPUT) if isinstance(limit, int) else _OUTPUT  # the worker refuses the rest
+        output = limit * _count(asked.get("n"))
         batch = asked.get("service_tier") == "flex"
         return cls(path, body, kept, session_of(asked, headers), _tokens(asked, cost), output, batch)
 
@@ -113,7 +115,8 @@ class Router:
             raise
 
     async def _forward(self, errand: Errand, worker: Upstream, kind: Class, hold: "_Hold") -> Response:
-        headers = {**errand.headers, "x-request-class": kind.name}
+        told = {**errand.headers, "x-request-class": kind.name}
+        headers = {key.encode(): value.encode("latin-1", "replace") for key, value in told.items()}  # as they came
         request = worker.client.build_request("POST", errand.path, content=errand.body, headers=headers)
         upstream = await worker.client.send(request, stream=True)
         hold.upstream = upstream
