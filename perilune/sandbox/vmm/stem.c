@@ -97,7 +97,7 @@ static void go_on(void) {
 static void revive(const struct thread *t) {
   long flags = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_SETTLS;
   long number = SYS_clone;
-  int *id = (int *)(t->pointer + CACHED_TID);
+  int *id = (int *)(t->pointer + CACHED_TID); /* keeps the old number: recursive locks name their owner by it */
   register int *child_id __asm__("r10") = id;
   register uintptr_t pointer __asm__("r8") = t->pointer;
   __asm__ volatile(
@@ -105,7 +105,7 @@ static void revive(const struct thread *t) {
       "mov %[back], %%eax\n syscall\n" /* the new thread: its stack is the frame */
       "1:"
       : "+a"(number)
-      : "D"(flags | CLONE_PARENT_SETTID | CLONE_CHILD_CLEARTID), "S"(t->frame), "d"(id), "r"(child_id), "r"(pointer), [back] "i"(SYS_rt_sigreturn)
+      : "D"(flags | CLONE_CHILD_CLEARTID), "S"(t->frame), "d"(id), "r"(child_id), "r"(pointer), [back] "i"(SYS_rt_sigreturn)
       : "rcx", "r11", "memory");
   if (number < 0) _exit(1);
 }
