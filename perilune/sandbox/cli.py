@@ -110,11 +110,19 @@ def create(
 
 
 @app.command("exec", context_settings={"allow_interspersed_args": False})
-def execute(box: Id, command: list[str], user: Annotated[str, typer.Option("-u")] = "", home: Home = None) -> None:
+def execute(
+    box: Id,
+    command: list[str],
+    user: Annotated[str, typer.Option("-u")] = "",
+    interactive: Annotated[bool, typer.Option("-i", help="it reads our standard input")] = False,
+    home: Home = None,
+) -> None:
     """Run a command in it; its exit code becomes ours."""
     with _runtime(home) as runtime:
         line: str | list[str] = command[0] if len(command) == 1 else command
-        process = Sandbox(runtime, box).commands.start(line, user or None)
+        process = Sandbox(runtime, box).commands.start(line, user or None, stdin=interactive)
+        if interactive:
+            threading.Thread(target=_feed, args=(process,), daemon=True).start()
         for name, data in process.events():
             stream = sys.stderr if name == "stderr" else sys.stdout
             stream.buffer.write(data)
@@ -131,17 +139,19 @@ def shell(box: Id, user: Annotated[str, typer.Option("-u")] = "", home: Home = N
         _interact(Sandbox(runtime, box).pty(size.columns, size.lines, user=user or None))
 
 
+def _feed(process: Process) -> None:
+    """Our standard input, and its end."""
+    with contextlib.suppress(SandboxError):
+        while select.select([0], [], [])[0] and (data := os.read(0, 4096)):
+            process.write(data)
+        process.close_stdin()
+
+
 def _interact(process: Process) -> None:
     before = termios.tcgetattr(0)
     tty.setraw(0, termios.TCSADRAIN)  # what was typed ahead stays
     try:
-
-        def keys() -> None:
-            with contextlib.suppress(SandboxError):
-                while select.select([0], [], [])[0] and (data := os.read(0, 4096)):
-                    process.write(data)
-
-        threading.Thread(target=keys, daemon=True).start()
+        threading.Thread(target=_feed, args=(process,), daemon=True).start()
         for _, data in process.events():
             os.write(1, data)
     finally:

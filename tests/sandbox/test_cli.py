@@ -30,9 +30,11 @@ def cli(home: Path, root_image: Path, tmp_path_factory: pytest.TempPathFactory) 
     with Runtime(own, Guard(disk_floor_mb=64)) as runtime:
         add_template(runtime, root_image, ["base"], Shape(1, 256, 512))
 
-    def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, code: int = 0, given: str | None = None) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PERILUNE_SANDBOX_HOME": str(own)}
-        done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, env=environment, timeout=60)
+        done = subprocess.run(
+            [*COMMAND, *words], input=given, capture_output=True, text=True, env=environment, timeout=60
+        )
         assert done.returncode == code, (words, done.stdout, done.stderr)
         return done
 
@@ -45,6 +47,7 @@ def test_a_day_at_the_shell(cli: Cli, tmp_path: Path) -> None:
     box = cli("create", "-e", "COLOUR=green").stdout.strip()
     done = cli("exec", box, "sh", "-c", "echo $COLOUR; echo oops >&2; exit 7", code=7)
     assert (done.stdout, done.stderr) == ("green\n", "oops\n")
+    assert cli("exec", "-i", box, "sort", given="b\na\n").stdout == "a\nb\n"
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "in" / "deep" / "x").write_text("carried")
     cli("cp", str(tmp_path / "in"), f"{box}:/root/in")

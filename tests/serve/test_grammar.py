@@ -1,6 +1,7 @@
 """Constrained output: what a mask lets through is exactly the language, and it always ends within the tokens given."""
 
 import json
+import pickle
 import re
 from fractions import Fraction
 
@@ -14,6 +15,7 @@ from perilune.chat import Parser, read_request
 from perilune.chat.parser import Reply
 from perilune.serve.grammar import Constrain, Language, Vocabulary, json_schema, regex, tool_calls
 from perilune.serve.grammar.number import Number
+from perilune.serve.grammar.vocabulary import Landings
 from perilune.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.train(['{"name": "value", "list": [1, 2, 3], "is": true} import os, sys; null é 日本'] * 20, 400)
@@ -343,3 +345,20 @@ def test_states_are_values() -> None:
         assert again == state
         again = language.advance(again, token)
     assert language.accepting(again)
+
+
+def test_what_grammars_remember_is_bounded_in_all() -> None:
+    vocabulary = Vocabulary.of(TOKENIZER)
+    vocabulary.landings = Landings(3)
+    one, other = regex("(ab|cd){4}", vocabulary), regex("[x-z]{4}", vocabulary)
+    walk = {}
+    for _ in range(2):  # by turns, each pushing the other's out
+        for name, language, text in (("one", one, b"abcd"), ("other", other, b"xyzx")):
+            state, masks = language.start(), []
+            for byte in text:
+                masks.append(language.mask(state).tobytes())
+                state = language.advance(state, TOKENIZER.ranks[bytes([byte])])
+            assert walk.setdefault(name, masks) == masks
+    assert len(vocabulary.landings) == 3
+    there = pickle.loads(pickle.dumps(one))  # to another rank
+    assert there.mask(there.start()).tobytes() == walk["one"][0]

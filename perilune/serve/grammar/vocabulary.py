@@ -5,8 +5,9 @@ a level, so that even 160,000 tokens take milliseconds and only states that occu
 state still needs at the least is known, so a mask can also keep to what fits the tokens left: every byte is a token.
 """
 
+import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import chain
 
@@ -17,9 +18,37 @@ from perilune.serve.grammar.expression import INFINITE, NOTHING, Arena, TooLarge
 from perilune.tokenizer import Tokenizer
 
 _FAR = np.iinfo(np.int32).max
-_KEPT = 256  # states whose landings are remembered; at 160,000 tokens each takes 640 KB
+_BYTES = 1 << 29  # of landings, all grammars together; at 160,000 tokens a state takes 640 KB
 _ROW = 20  # work that a state counts for: a row of the table is 1 KB
 UNKNOWN = -1
+
+
+class Landings:
+    """The landings asked for last, `room` of them, for every grammar of a vocabulary; safe between threads."""
+
+    def __init__(self, room: int) -> None:
+        self._room, self._lock = max(room, 1), threading.Lock()
+        self._known: OrderedDict[tuple[object, int], np.ndarray] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __reduce__(self) -> tuple[type["Landings"], tuple[int]]:
+        """A copy for another rank begins empty."""
+        return Landings, (self._room,)
+
+    def get(self, key: tuple[object, int], make: Callable[[], np.ndarray]) -> np.ndarray:
+        """`key`'s, made (outside the lock) where it is not known."""
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return known
+        made = make()
+        with self._lock:
+            self._known[key] = made
+            while len(self._known) > self._room:
+                self._known.popitem(last=False)
+        return made
 
 
 class Vocabulary:
@@ -30,6 +59,7 @@ class Vocabulary:
         self.controls = {name: 256 + n for n, name in enumerate(controls)}
         self.words = {token: tuple(word) for token, word in tokens.items() if word}
         self.words |= {token: (self.controls[name],) for name, token in controls.items() if token != end}
+        self.landings = Landings(_BYTES // (4 * size))
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, end: int | None = None) -> "Vocabulary":
@@ -71,7 +101,7 @@ class Language:
         self._table[0] = 0  # row 0: nothing
         self._need = np.full(64, _FAR, np.int32)  # symbols still to come at the least
         self._expressions, self._rows = [NOTHING], {NOTHING: 0}
-        self._landings: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._name = object()  # in the vocabulary's landings
         self._start = self._row(start)
         self.mask(self._start)  # what cannot be held to is found before a request waits for it
 
@@ -111,17 +141,11 @@ class Language:
 
     def _land(self, state: int) -> np.ndarray:
         """int32 [V]: the state that each token leads to, 0 where it may not come."""
-        known = self._landings.get(state)
-        if known is None:
-            try:
-                known = self._landings[state] = self._walk(state)
-            except RecursionError:  # what was half done is not to be trusted
-                self._arena.exhaust()
-                raise TooLarge from None
-            if len(self._landings) > _KEPT:
-                self._landings.popitem(last=False)
-        self._landings.move_to_end(state)
-        return known
+        try:
+            return self._vocabulary.landings.get((self._name, state), lambda: self._walk(state))
+        except RecursionError:  # what was half done is not to be trusted
+            self._arena.exhaust()
+            raise TooLarge from None
 
     def _walk(self, state: int) -> np.ndarray:
         landing = np.zeros(self._vocabulary.size, np.int32)
