@@ -3,8 +3,8 @@ one command and stands still: machines are forked from it, loaded and translated
 before somebody asks: ready at once for the snapshot that they hold (hot), and after an exchange of memory and devices
 for any other on the same base (warm).
 
-`take` gives the best there is; a thread makes up for what was taken. A machine in a jail can neither be forked nor take
-a second guest: there a spare waits on the base for its first.
+`take` gives the best there is; a thread makes up for what was taken. A machine in a jail or under KVM cannot be forked
+(nor can a jailed one take a second guest): there a spare waits on the base for its first.
 """
 
 import logging
@@ -48,8 +48,8 @@ class Pool:
     _closed: bool = False
 
     @property
-    def _jailed(self) -> bool:
-        return self.launcher.qemu.jail is not None
+    def _forks(self) -> bool:
+        return self.launcher.qemu.forks
 
     def want(self, snapshot: Snapshot, count: int) -> None:
         """From now on keep so many spares that hold `snapshot`'s guest."""
@@ -126,14 +126,14 @@ class Pool:
         """For what to make a spare."""
         for snapshot, count in self._wants.values():
             spares = self._spares[kind_of(snapshot)]
-            if self._jailed:  # none holds a guest yet: each serves whoever comes first
+            if not self._forks:  # none holds a guest yet: each serves whoever comes first
                 held, count = len(spares), sum(c for s, c in self._wants.values() if kind_of(s) == kind_of(snapshot))
             else:
                 held = sum(spare.snapshot == snapshot.id for spare in spares)
-            if held < count or not (self._jailed or self.stem(snapshot)):
+            if held < count or (self._forks and not self.stem(snapshot)):
                 return snapshot
         for snapshot in self._recent:
-            short = len(self._spares[kind_of(snapshot)]) < self.follow or not (self._jailed or self.stem(snapshot))
+            short = len(self._spares[kind_of(snapshot)]) < self.follow or (self._forks and not self.stem(snapshot))
             if short and self._exists(snapshot):
                 return snapshot
         return None
@@ -178,7 +178,7 @@ class Pool:
         if stem:
             made = self.launcher.fork(stem, snapshot)
         else:
-            made = self._spawn(snapshot, stem=not self._jailed)
+            made = self._spawn(snapshot, stem=self._forks)
             if made.stem:
                 self.launcher.rehearse(self.launcher.load(made, snapshot))
         _ = made.machine.qmp  # connected, so that whoever takes it need not wait

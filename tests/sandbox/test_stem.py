@@ -14,6 +14,7 @@ import pytest
 from perilune.sandbox import Runtime, Sandbox
 from perilune.sandbox.live import Spare
 from perilune.sandbox.vmm.child import started_at
+from perilune.sandbox.vmm.qemu import Jail, Qemu
 
 OWNER = """
 import sys, time
@@ -122,3 +123,8 @@ def test_a_stem_ends_with_its_owner(runtime: Runtime) -> None:
         time.sleep(0.05)
     assert not started_at(pid)
     runtime.upkeep.collect(0)  # ends its spare and removes the folders of both
+
+
+def test_only_emulated_machines_outside_a_jail_are_forked() -> None:
+    assert Qemu().forks
+    assert not Qemu(accelerator="kvm").forks and not Qemu(jail=Jail("nobody", 65534, 65534)).forks

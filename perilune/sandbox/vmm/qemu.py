@@ -52,6 +52,11 @@ class Qemu:
     zygote: Zygote | None = None  # forks the processes; only a command line is needed without
     jail: Jail | None = None
 
+    @property
+    def forks(self) -> bool:
+        """Whether its machines can be forked: KVM's guest belongs to the process that made it."""
+        return self.jail is None and self.accelerator == "tcg"
+
     def command(self, plan: Plan) -> list[str]:
         """The command line that starts `plan`."""
         memory = plan.shape.memory_mb
@@ -90,4 +95,7 @@ class Qemu:
         assert self.zygote is not None
         door = None if self.jail else Door()
         child = Child(self.zygote.spawn(command, plan.folder / "qemu.log", door, stem))
+        if door and not self.forks:
+            door.close()
+            door = None
         return QemuMachine(child, plan.folder, State.STOPPED if plan.kernel else State.WAITING, door, bool(self.jail))
