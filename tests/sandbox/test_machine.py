@@ -237,10 +237,10 @@ def _lingering(runtime: Runtime, identity: str) -> Live:
 
 
 def _machines(runtime: Runtime) -> set[str]:
-    """All but those that others are forked from."""
+    """All but those that others are forked from, and what waits without an owner to be collected."""
     assert runtime.pool.ready()
     stems = {stem.machine.agent_socket.parent.name for stem in runtime.pool._stems.values()}
-    return {path.name for path in runtime.store.run.iterdir()} - stems
+    return {path.name for path in runtime.store.run.iterdir() if (path / "owner").exists()} - stems
 
 
 def _certificate(folder: Path) -> None:

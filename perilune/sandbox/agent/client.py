@@ -206,12 +206,12 @@ class Agent:
         self._socket.settimeout(None)
         self.start()
 
-    def identify(self, payload: bytes, timeout_s: float = 20.0) -> None:
+    def identify(self, payload: bytes, timeout_s: float = 60.0) -> None:
         """Clock, entropy, name, network, environment (wire.identity); ends a quiet time."""
         self._control(Type.IDENTITY, payload, timeout_s)
         self._speak()
 
-    def quiesce(self, timeout_s: float = 20.0) -> None:
+    def quiesce(self, timeout_s: float = 60.0) -> None:
         """Nothing is under way in either direction until `identify`: the moment a checkpoint may be taken."""
         with self._lock:
             self._quiet = True
