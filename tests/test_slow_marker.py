@@ -12,13 +12,17 @@ import perilune
 PARTS = sorted(m.name for m in pkgutil.iter_modules(perilune.__path__) if m.name != "__main__")
 SCRIPT = """
 import importlib, pkgutil, sys
-part = importlib.import_module("perilune." + sys.argv[1])
-for module in pkgutil.walk_packages(getattr(part, "__path__", []), part.__name__ + "."):
+
+def load(name):
     try:
-        importlib.import_module(module.name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != "triton":  # the kernels come with the extra `gpu`
+        if error.name not in ("triton", "ray"):  # these come with the extras `gpu` and `ray`
             raise
+
+part = load("perilune." + sys.argv[1])
+for module in pkgutil.walk_packages(getattr(part, "__path__", []), "perilune." + sys.argv[1] + "."):
+    load(module.name)
 """
 
 
