@@ -11,8 +11,7 @@ Reported per exchange and maxvio, in ms (the slowest rank; median of `--repeat` 
 exchange of counts), prefetch, dispatch, combine; forward; forward and backward; TFLOP/s a GPU of the expert products in
 the latter; GiB at the peak, shared buffers included. What never asks the host is timed twice: as the host issues it,
 and, in rows named "captured", as one CUDA graph, which is what the device alone needs. `--cpu` runs the two collective
-ones on gloo with small numbers, to try the script. `--ranks R` with one process: the symmetric exchange of rank 0 of R,
-the others' memory on the same card (see twins.py: no wire, no waiting); `--profile` adds each kernel's time.
+ones on gloo with small numbers, to try the script. `--profile` adds each kernel's time.
 """
 
 import argparse
@@ -92,8 +91,7 @@ def kernel_times(what: Callable[[], Any], rounds: int = 3) -> str:
 
 class Bench:
     def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.rank, self.size = given, dist.get_rank(), given.ranks or dist.get_world_size()
-        self.twins: Any = None
+        self.given, self.rank, self.size = given, dist.get_rank(), dist.get_world_size()
         self.capture = False
         self.together: Run = lambda: None
         self.device = torch.device("cpu") if given.cpu else torch.device("cuda", torch.cuda.current_device())
@@ -105,11 +103,6 @@ class Bench:
 
     def exchange(self, name: str) -> Exchange:
         given = self.given
-        if given.ranks:
-            from twins import Twins
-
-            self.twins = Twins(given.ranks, given.experts, given.top_k, given.tokens)
-            return self.twins.first
         if name == "symmetric":
             from perilune.parallel.symmetric import Symmetric
 
@@ -168,10 +161,7 @@ class Bench:
                 print(f"{title}\n{lines}", flush=True)
             dist.barrier()
 
-    def measure(self, exchange: Exchange, routes: list[Tensor]) -> dict[str, float]:
-        ids = routes[self.rank].to(self.device)
-        if self.twins is not None:
-            self.twins.send(self.x.detach(), routes)
+    def measure(self, exchange: Exchange, ids: Tensor) -> dict[str, float]:
         fabric = exchange.fabric
         self.together = partial(fabric._barrier, "reuse of a buffer") if hasattr(fabric, "_barrier") else lambda: None
         weights = torch.full(ids.shape, 1 / ids.shape[1], device=self.device).requires_grad_()
@@ -225,7 +215,6 @@ def main() -> None:
     arguments.add_argument("--only", nargs="+", default=list(COLOURS)[1:])
     arguments.add_argument("--out", type=Path, help="JSON; the plot lies beside it as .svg")
     arguments.add_argument("--cpu", action="store_true")
-    arguments.add_argument("--ranks", type=int, default=0, help="simulate rank 0 of so many on one card")
     arguments.add_argument("--profile", action="store_true", help="kernels of the captured layer")
     given = arguments.parse_args()
     if not given.cpu:
@@ -238,7 +227,7 @@ def main() -> None:
         for ids, bench.capture in itertools.product(routes, [False, True] if name == "symmetric" else [False]):
             seen = maxvio(torch.cat(ids), given.experts)
             one: dict[str, Any] = {"exchange": name + " captured" * bench.capture, "maxvio": seen}
-            one |= bench.measure(exchange, ids)
+            one |= bench.measure(exchange, ids[bench.rank].to(bench.device))
             found.append(one)
             if bench.rank == 0:
                 print(" ".join(f"{k} {v:.3f}" if isinstance(v, float) else v for k, v in one.items()), flush=True)

@@ -210,7 +210,10 @@ def app(args: dict[str, str]) -> serve.Application:
     """
     settings, known = dict(args), {f.name for f in fields(EngineOptions)}
     where = str(Path(settings.pop("where")).resolve())
-    take = lambda name, default: float(settings.pop(name, default))  # noqa: E731
+
+    def take(name: str, default: float) -> float:
+        return float(settings.pop(name, default))
+
     replicas, parallel, name = int(take("replicas", 2)), int(take("parallel", 256)), settings.pop("name", None)
     policy, needs = {"budget": take("budget", 1e6), "wait": take("wait", 10)}, (take("cpus", 1), take("gpus", 0))
     if wrong := sorted(set(settings) - known):

@@ -161,22 +161,9 @@ def ahead(sources: Sequence[Tensor], w: Tensor, eps: float) -> tuple[Tensor, Ten
     lse = y.new_empty(queries, rows, dtype=torch.float32)
     shape = tile(width, FORWARD, 4)
     mix_kernel[(triton.cdiv(rows, shape["BR"]) * queries,)](
-        tuple(sources),
-        w,
-        w,
-        y,
-        scores,
-        lse,
-        rows,
-        width,
-        eps,
-        eps,
-        NORM=False,
-        KEEP=True,
-        QUERIES=queries,
-        **shape,
-        **chain(),
-    )
+        tuple(sources), w, w, y, scores, lse, rows, width, eps, eps,
+        NORM=False, KEEP=True, QUERIES=queries, **shape, **chain(),
+    )  # fmt: skip
     return y, lse
 
 

@@ -438,8 +438,8 @@ def _check_rows(rows: Tensor, ends: Tensor, row_weight: Tensor, gate_up: Tensor,
         )
     if ends.shape != (E,) or ends.dtype != torch.int32:
         raise ValueError(f"grouped_mlp: ends must be [{E}] int32, got {tuple(ends.shape)} {ends.dtype}.")
-    if readable(ends) and ([*ends.tolist()] != sorted(ends.tolist()) or int(ends[-1]) != R or int(ends[0]) < 0):
-        raise ValueError(f"grouped_mlp: ends must rise to the {R} rows, got {ends.tolist()}.")
+    if readable(ends) and ((rising := ends.tolist()) != sorted(rising) or rising[-1] != R or rising[0] < 0):
+        raise ValueError(f"grouped_mlp: ends must rise to the {R} rows, got {rising}.")
 
 
 def check_choices(op: str, z: Tensor, idx: Tensor, weight: Tensor, experts: int, partial: bool) -> None:

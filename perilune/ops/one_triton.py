@@ -19,10 +19,8 @@ from perilune.ops.chain_triton import chain, start, wait
 from perilune.ops.situ_triton import glu
 
 _SUM = tl.constexpr(8)  # neighbours that a thread adds up: 16 bytes of bf16
-_NARROW, _ROWS = (
-    1024,
-    8192,
-)  # outputs up to which a program takes whole rows at once, from which a warp walks them alone
+_NARROW = 1024  # outputs up to which a program takes whole rows at once
+_ROWS = 8192  # outputs from which a warp walks its rows alone
 
 
 @triton.jit
@@ -157,11 +155,8 @@ def linear_shape(outputs: int, depth: int) -> dict[str, int]:
         warps = min(8, triton.next_power_of_2(triton.cdiv(depth, 256)))
         return {"BN": 2, "BK": triton.next_power_of_2(depth), "num_warps": warps}
     warps = across(depth, outputs)
-    return {
-        "BN": 4 if warps > 1 else 8,
-        "BK": min(256 * warps, max(16, triton.next_power_of_2(depth))),
-        "num_warps": warps,
-    }
+    tile = min(256 * warps, max(16, triton.next_power_of_2(depth)))
+    return {"BN": 4 if warps > 1 else 8, "BK": tile, "num_warps": warps}
 
 
 def rows(

@@ -34,8 +34,8 @@ class Rounded(Activation):
         return round_mxfp8(super().forward(gate, up))
 
     def slopes(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        value, *rest = super().slopes(gate, up)
-        return round_mxfp8(value), rest[0], rest[1]
+        value, along_gate, along_up = super().slopes(gate, up)
+        return round_mxfp8(value), along_gate, along_up
 
 
 @torch.no_grad()
@@ -68,17 +68,9 @@ def packed_experts(
     (order, expert), k = order_few(idx, len(gate_up.codes)), idx.shape[1]
     both = tuple(x.contiguous() for x in gate_up), tuple(x.contiguous() for x in down)
     y = kernels("packed_triton").rows(
-        z.contiguous(),
-        order.source,
-        expert,
-        order.ends,
-        weight.reshape(-1),
-        *both,
-        k,
-        partial,
-        *act.rules,
+        z.contiguous(), order.source, expert, order.ends, weight.reshape(-1), *both, k, partial, *act.rules,
         then=round_mxfp8 if mxfp8 else None,
-    )
+    )  # fmt: skip
     out: Tensor = kernels("experts_triton").combine(y, order.place, k)
     return out
 

@@ -191,15 +191,8 @@ def _check(
             raise ValueError(f"kda: {name} must have {dims} axes, got shape {tuple(x.shape)}.")
         if (x.dtype == torch.float64) != (q.dtype == torch.float64):
             raise ValueError(f"kda: {name} is {x.dtype} but q is {q.dtype}; fp64 goes all the way or not at all.")
-    for name, x in (
-        ("q", q),
-        ("k", k),
-        ("v", v),
-        ("gate", gate),
-        ("beta", beta),
-        ("A_log", A_log),
-        ("dt_bias", dt_bias),
-    ):
+    named = {"q": q, "k": k, "v": v, "gate": gate, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    for name, x in named.items():
         if not x.is_floating_point() or x.dtype.itemsize < 2:
             raise ValueError(f"kda: {name} must be floating point of 16 bits or more, got {x.dtype}.")
         if x.device != q.device:

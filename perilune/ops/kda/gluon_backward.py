@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from perilune.ops.kda.gluon_chain import accumulator, bring, find_state, left, tile
+from perilune.ops.kda.gluon_chain import accumulator, bring, extent, find_state, left, tile
 
 
 @gluon.jit
@@ -131,10 +131,7 @@ def bring_back(rows, squares, decays, outs, buffers, signals, chunks, pieces, wa
     ready, free = signals
     head, walk = gl.program_id(0) % HV, gl.program_id(0) // HV
     piece, last = gl.load(walks + 4 * walk), gl.load(walks + 4 * walk + 1)
-    some = last > piece
-    chunk = gl.load(pieces + 4 * piece + 2, mask=some, other=0)
-    count = gl.load(pieces + 4 * last - 2, mask=some, other=0) - chunk
-    count += (gl.load(pieces + 4 * last - 3, mask=some, other=0) + 63) // 64
+    chunk, count = extent(pieces, piece, last)
     for step in range(-1, count):
         if step >= 0:
             mbarrier.wait(free, step & 1)

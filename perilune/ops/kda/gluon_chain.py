@@ -63,6 +63,16 @@ def settled():
 
 
 @gluon.jit
+def extent(pieces, piece, last):
+    """The first chunk of the pieces before `last`, and how many there are."""
+    some = last > piece
+    chunk = gl.load(pieces + 4 * piece + 2, mask=some, other=0)
+    count = gl.load(pieces + 4 * last - 2, mask=some, other=0) - chunk
+    count += (gl.load(pieces + 4 * last - 3, mask=some, other=0) + 63) // 64
+    return chunk, count
+
+
+@gluon.jit
 def bring(rows, squares, decays, values, buffers, signals, chunks, pieces, runs, total, first, v_h,
           HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, SCAN: gl.constexpr,
           WALKERS: gl.constexpr):  # fmt: skip
@@ -75,10 +85,7 @@ def bring(rows, squares, decays, values, buffers, signals, chunks, pieces, runs,
     if SCAN:
         column = gl.where(gl.program_id(1) * (WALKERS * BV) < V, column, 0)
     piece, last = gl.load(runs + 5 * run), gl.load(runs + 5 * run + 1)
-    some = last > piece
-    chunk = gl.load(pieces + 4 * piece + 2, mask=some, other=0)
-    count = gl.load(pieces + 4 * last - 2, mask=some, other=0) - chunk
-    count += (gl.load(pieces + 4 * last - 3, mask=some, other=0) + 63) // 64
+    chunk, count = extent(pieces, piece, last)
     settled()
     for step in range(-2, count):
         if step >= 0:
